@@ -1,0 +1,56 @@
+# make serve     serve the embedded model on 127.0.0.1:7433 and a Unix socket
+# make test      the whole test suite
+# make help      all targets
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+    $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info < (3, 14) else "")' 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+
+# A GPU driver brings the CUDA extras; elsewhere the constraint keeps the release that zl is tested with on the CPU.
+ifneq ($(wildcard /proc/driver/nvidia/version),)
+EXTRA := [cuda]
+CONSTRAINTS :=
+else
+EXTRA :=
+CONSTRAINTS := -c constraints/cpu.txt
+endif
+
+SOCKET := $(if $(wildcard $(XDG_RUNTIME_DIR)),$(XDG_RUNTIME_DIR)/zl.sock,/tmp/zl-$(shell id -u).sock)
+
+.PHONY: help install pull serve test lint clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+install: $(VENV)/.installed ## make the virtual environment .venv with zl in it, nothing else
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "zl needs Python 3.11 to 3.13 as python3; set PYTHON=/path/to/it" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.$(EXTRA)'
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[test]'
+	@touch $@
+
+pull: install ## fetch the embedded model into the user's cache
+	@$(BIN)/zl pull >/dev/null
+
+serve: pull ## serve the embedded model; Ctrl-C ends it
+	@exec $(BIN)/zl serve --listen tcp:127.0.0.1:7433 --listen 'unix:$(SOCKET)'
+
+test: $(VENV)/.installed-test pull ## run the tests; make test ARGS='-k cancel' picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment and what tools left behind; the model cache stays
+	rm -rf $(VENV) build dist zl.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find zl tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,37 @@
+"""Fixtures that the whole suite shares: the embedded model, and transformers' own reading of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# `tests` and `bench` are no packages of the distribution; the suite imports helpers from them whatever starts it.
+ROOT = str(Path(__file__).parent.parent)
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+MODEL = "smollm2-135m-instruct"
+MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def gguf_path() -> Path:
+    """Give the embedded model's file; only `zl pull`'s own code ever fetches it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "zl" / "models" / MODEL_FILE
+    if path.is_file():
+        return path
+    from zl.pull import fetch
+
+    return fetch(MODEL)
+
+
+@pytest.fixture(scope="session")
+def oracle(gguf_path):
+    """Give the embedded model as a float32 transformers LlamaForCausalLM, read by transformers' own GGUF loader."""
+    from tests.oracle import load_gguf
+
+    return load_gguf(gguf_path)

@@ -1,0 +1,292 @@
+"""zl/gpu/loop.py with zl/dispatch.py over a device double: schedules, run-ahead, sharing, failure.
+
+The double's tokens hash what it reads from its pages, so every check of tokens is a check of page safety too.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from tests.fake_engine import FakeEngine, expected_answer
+from zl.dispatch import Dispatcher, Limits
+from zl.gpu.loop import GenerationLoop, StepResult
+from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
+from zl.pages import PageBooks
+from zl.rows import Job, Rows
+from zl.sampling import profiles
+from zl.shapes import PAGE, Shapes
+
+SHAPES = Shapes(max_rows=8, max_model_len=256, max_tokens=64, default_tokens=16, step_tokens=48)
+
+
+class House:
+    """Dispatcher, loop and double, driven from the test's thread like the event loop would.
+
+    lockstep  the engine waits after each result until the test has taken it, so that a test can say what comes between
+    """
+
+    def __init__(self, *, n_pages=40, run_ahead=1, shapes=SHAPES, share=True, lockstep=True):
+        self.lockstep = lockstep
+        self.taken = threading.Semaphore(0)
+        self.shapes = shapes
+        self.rows = Rows(shapes.max_rows)
+        self.pages = PageBooks(n_pages, max_prefixes=4)
+        self.columns = RowColumns(shapes)
+        self.slots = [StepSlot(shapes) for _ in range(run_ahead + 1)]
+        self.engine = FakeEngine(self.columns, self.slots, n_pages)
+        self.results: queue.Queue[StepResult | BaseException] = queue.Queue()
+        self.loop = GenerationLoop(
+            shapes, self.engine, self.slots, self.rows.control, self.publish, self.results.put,
+            run_ahead=run_ahead, chunk_tokens=16,
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(
+            shapes, self.rows, self.pages, self.columns, self.loop.seat, Limits(share_prefixes=share)
+        )
+        self.answers: dict[int, list[int]] = {}
+        self.flags: dict[int, int] = {}
+        self.steps = 0
+        self.loop.start()
+
+    def publish(self, result) -> None:
+        self.results.put(result)
+        if self.lockstep:
+            self.taken.acquire(timeout=10)
+
+    def stop(self) -> None:
+        self.lockstep = False
+        self.taken.release(2)
+        self.loop.stop()
+
+    def submit(self, request_id, prompt, *, seed=1, max_new=8, prefix_len=0, ignore_eos=False) -> Job:
+        job = Job(
+            conn=None, request_id=request_id, prompt=np.array(prompt, np.int32), prefix_len=prefix_len,
+            max_new=max_new, sampling=profiles.resolve(0, None, None, None), seed=seed, stream=None, arrived=0.0,
+            ignore_eos=ignore_eos,
+        )  # fmt: skip
+        self.answers[request_id] = []
+        self.dispatcher.admit(job, 0.0)
+        return job
+
+    def turn(self, timeout=10.0) -> None:
+        result = self.results.get(timeout=timeout)
+        if isinstance(result, BaseException):
+            raise result
+        self.steps += 1
+        for ticket, token, flag in zip(result.tickets, result.tokens, result.flags, strict=True):
+            job = self.rows.live(ticket)
+            if job is None:
+                continue
+            if not flag & (EOS | NUMERIC):
+                self.answers[job.request_id].append(token)
+            if flag & (EOS | LENGTH | NUMERIC):
+                self.flags[job.request_id] = flag
+                self.dispatcher.end(job)
+        for ticket, n in result.first:
+            job = self.rows.job(ticket)
+            if job is not None:
+                job.constant_tokens = n
+        for ticket in result.retired:
+            self.dispatcher.retire(ticket, 0.0)
+        self.dispatcher.pump(0.0)
+        self.dispatcher.check()
+        self.taken.release()
+
+    def settle(self) -> None:
+        while self.rows.in_use or self.dispatcher.queued:
+            self.turn()
+
+    def cancel(self, job: Job) -> None:
+        self.dispatcher.end(job)
+        self.loop.nudge()
+
+
+@pytest.fixture
+def house(request):
+    made: list[House] = []
+
+    def make(**options) -> House:
+        made.append(House(**options))
+        return made[-1]
+
+    yield make
+    for h in made:
+        h.stop()
+        assert h.rows.in_use == 0
+        assert h.pages.in_use == 0
+        h.dispatcher.check()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_answers_equal_the_oracle(house, run_ahead):
+    h = house(run_ahead=run_ahead)
+    prompts = {i: [(i * 31 + k) % 90 for k in range(5 + 23 * i)] for i in range(6)}
+    for i, prompt in prompts.items():
+        h.submit(i, prompt, seed=i, max_new=12)
+    h.settle()
+    for i, prompt in prompts.items():
+        assert h.answers[i] == expected_answer(prompt, i, 12, False)
+    assert h.engine.max_tokens_seen <= SHAPES.step_tokens
+
+
+def test_more_jobs_than_rows_all_finish(house):
+    h = house(n_pages=12)
+    for i in range(30):
+        h.submit(i, [i, i + 1, i + 2], seed=i, max_new=5, ignore_eos=True)
+    assert h.dispatcher.queued > 0
+    h.settle()
+    for i in range(30):
+        assert h.answers[i] == expected_answer([i, i + 1, i + 2], i, 5, True)
+
+
+def test_cancel_frees_row_within_one_step(house):
+    h = house(run_ahead=0)
+    job = h.submit(1, [1, 2, 3], max_new=60, ignore_eos=True)
+    h.turn()
+    h.turn()
+    h.cancel(job)
+    before = h.steps
+    h.settle()
+    # one step may have been launched before the cancel was seen, and the retirement is a result of its own
+    assert h.steps - before <= 3
+    assert h.engine.log[-1][0] == "ended"
+
+
+def test_cancel_while_queued_needs_no_step(house):
+    h = house(n_pages=8)
+    runner = h.submit(1, list(range(100)), max_new=60, ignore_eos=True)
+    waiting = h.submit(2, list(range(150)), max_new=60)
+    assert waiting.ticket is None
+    h.cancel(waiting)
+    assert h.dispatcher.queued == 0
+    h.cancel(runner)
+    h.settle()
+
+
+def test_long_prompt_is_chunked_and_others_go_on(house):
+    h = house(run_ahead=0)
+    h.submit(1, [5, 6], max_new=40, ignore_eos=True)
+    h.turn()
+    h.submit(2, [k % 90 for k in range(190)], max_new=3, ignore_eos=True)
+    progress = []
+    while not h.answers[2]:
+        h.turn()
+        progress.append(len(h.answers[1]))
+    # every step that carried a chunk of the long prompt also moved the short answer on
+    assert progress[-1] - progress[0] == len(progress) - 1
+    assert len(progress) >= 190 // 16 - 2
+    h.settle()
+
+
+def test_short_prompt_overtakes_a_long_one(house):
+    h = house(run_ahead=0)
+    h.submit(1, [5, 6], max_new=60, ignore_eos=True)
+    h.turn()
+    h.submit(2, [k % 90 for k in range(190)], max_new=3, ignore_eos=True)
+    h.turn()
+    h.submit(3, [9, 9, 9], max_new=3, ignore_eos=True)
+    while not h.answers[3]:
+        h.turn()
+    assert not h.answers[2]
+    h.settle()
+
+
+def test_shared_prefix_is_computed_once(house):
+    h = house(run_ahead=1)
+    system = [k % 50 for k in range(2 * PAGE + 5)]
+    jobs = [h.submit(i, [*system, 60 + i], seed=i, prefix_len=len(system), max_new=4) for i in range(5)]
+    constant = {}
+    while h.rows.in_use:
+        h.turn()
+        constant |= {job.request_id: job.constant_tokens for job in jobs}
+    assert constant == {0: 0, 1: 2 * PAGE, 2: 2 * PAGE, 3: 2 * PAGE, 4: 2 * PAGE}
+    for i in range(5):
+        assert h.answers[i] == expected_answer([*system, 60 + i], i, 4, False)
+    assert h.pages.constant == 2
+    late = h.submit(9, [*system, 77], seed=9, prefix_len=len(system), max_new=4)
+    h.settle()
+    assert late.constant_tokens == 2 * PAGE
+    assert h.answers[9] == expected_answer([*system, 77], 9, 4, False)
+
+
+def test_prefix_survives_the_death_of_its_leader(house):
+    h = house(run_ahead=0)
+    system = [k % 50 for k in range(5 * PAGE)]
+    h.submit(0, [3], max_new=60, ignore_eos=True)
+    h.turn()
+    leader = h.submit(1, [*system, 61], seed=1, prefix_len=len(system), max_new=4)
+    follower = h.submit(2, [*system, 62], seed=2, prefix_len=len(system), max_new=4)
+    h.turn()
+    h.turn()
+    assert 0 < leader.prefix.n_done < len(system)
+    h.cancel(leader)
+    h.settle()
+    assert h.answers[2] == expected_answer([*system, 62], 2, 4, False)
+    assert follower.constant_tokens > 0
+
+
+def test_one_that_does_not_fit_now_does_not_block_others(house):
+    h = house(n_pages=10)
+    h.submit(1, list(range(90)), max_new=60, ignore_eos=True)  # 5 pages
+    big = h.submit(2, list(range(190)), max_new=60, ignore_eos=True)  # 8 pages
+    small = h.submit(3, [1, 2, 3], max_new=5, ignore_eos=True)
+    assert big.ticket is None
+    assert small.ticket is not None
+    h.settle()
+    assert len(h.answers[2]) == 60
+
+
+def test_numeric_row_ends_alone(house):
+    h = house()
+    h.submit(1, [1, 2], seed=1, max_new=10, ignore_eos=True)
+    h.turn()
+    h.engine.nan_rows = {1}
+    h.submit(2, [3, 4], seed=2, max_new=10, ignore_eos=True)
+    h.settle()
+    assert h.flags[2] == NUMERIC
+    assert h.answers[1] == expected_answer([1, 2], 1, 10, True)
+
+
+def test_failed_step_is_reported_and_stops_the_loop():
+    h = House()
+    h.engine.fail_at = 3
+    h.submit(1, [1, 2], max_new=30, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        for _ in range(10):
+            h.turn()
+    h.stop()
+    assert not h.loop.alive
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_schedules_change_no_token(house, seed):
+    """Arrivals, cancels and finishes at random: every finished answer equals the oracle, nothing leaks."""
+    rng = random.Random(seed)
+    h = house(n_pages=rng.choice([14, 24, 60]), run_ahead=rng.choice([0, 1, 2]), share=rng.random() < 0.8, lockstep=rng.random() < 0.5)
+    systems = [[(s * 7 + k) % 80 for k in range(PAGE * s + 3 * s)] for s in range(3)]
+    wanted: dict[int, list[int]] = {}
+    jobs: dict[int, Job] = {}
+    for request_id in range(60):
+        system = rng.choice(systems)
+        prompt = [*system, *(rng.randrange(90) for _ in range(rng.randrange(1, 60)))]
+        max_new = rng.randrange(1, 20)
+        ignore = rng.random() < 0.5
+        jobs[request_id] = h.submit(
+            request_id, prompt, seed=request_id, max_new=max_new, prefix_len=len(system), ignore_eos=ignore
+        )
+        wanted[request_id] = expected_answer(prompt, request_id, max_new, ignore)
+        while rng.random() < 0.6 and h.rows.in_use:
+            h.turn()
+        if rng.random() < 0.25:
+            victim = rng.choice(list(jobs))
+            if not jobs[victim].done:
+                h.cancel(jobs[victim])
+                wanted.pop(victim)
+    h.settle()
+    for request_id, answer in wanted.items():
+        assert h.answers[request_id] == answer, request_id
+    assert h.dispatcher.counters.seated == h.dispatcher.counters.retired

@@ -1,0 +1,97 @@
+"""Compiles the native sampler alone, once a level, and calls it with NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+SOURCE = Path(__file__).parents[2] / "zl" / "gpu" / "native" / "sample.cpp"
+LEVELS = {
+    "avx512": ("avx512f avx512bw avx512dq avx512vl avx2 fma", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx2": ("avx2 fma", {"avx2", "fma"}),
+    "scalar": ("", set()),
+}
+
+
+def cpu_flags() -> set[str]:
+    """Name this processor's instruction sets."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":")[1].split())
+    return set()
+
+
+def compile_level(level: str, folder: Path) -> Path:
+    """Compile sample.cpp with the level's flags and its symbol suffix."""
+    out = folder / f"sample_{level}.so"
+    flags = [f"-m{name}" for name in LEVELS[level][0].split()]
+    command = ["g++", "-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-fPIC", "-shared"]
+    subprocess.run([*command, *flags, f"-DZL_LEVEL={level}", str(SOURCE), "-o", str(out)], check=True)
+    return out
+
+
+def _pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)
+
+
+def bitmap(seen: np.ndarray) -> np.ndarray:
+    """Pack bool [vocab] into uint32 [ceil(vocab / 32)]."""
+    padded = np.zeros(-(-len(seen) // 32) * 32, np.uint8)
+    padded[: len(seen)] = seen
+    return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+class NativeSampler:
+    """One level's functions and a scratch for one vocabulary."""
+
+    def __init__(self, level: str, library: Path, vocab: int):
+        self.level, self.vocab = level, vocab
+        lib = ctypes.CDLL(str(library))
+        f, p, i = ctypes.c_float, ctypes.c_void_p, ctypes.c_int
+        self._row = self._function(lib, "zl_sample_row", None, [p, i, p, f, f, f, ctypes.c_uint64, ctypes.c_uint32, p, p, p, p, i])
+        self._kept = self._function(lib, "zl_sample_kept", i, [p, i, p, f, f, f, p, p])
+        self._build = self._function(lib, "zl_seen_build", None, [p, i, p, i])
+        self._add = self._function(lib, "zl_seen_add", None, [p, ctypes.c_int32])
+        self._uniform = self._function(lib, "zl_sample_uniform", f, [ctypes.c_uint64, ctypes.c_uint32])
+        self._free = self._function(lib, "zl_sample_scratch_free", None, [p])
+        self._scratch = self._function(lib, "zl_sample_scratch_new", p, [i])(vocab)
+        assert self._scratch
+
+    def _function(self, lib, name, result, arguments):
+        function = getattr(lib, f"{name}_{self.level}")
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    def close(self):
+        self._free(self._scratch)
+
+    def row(self, logits, *, seen=None, temperature=1.0, top_p=1.0, penalty=1.0, seed=0, index=0, logprob=True):
+        """Draw one row; returns (token, logprob, flags)."""
+        assert logits.dtype == np.float32
+        assert logits.shape == (self.vocab,)
+        token, lp, flags = np.full(1, -7, np.int32), np.full(1, np.nan, np.float32), np.full(1, 99, np.uint8)
+        self._row(_pointer(logits), self.vocab, _pointer(seen), temperature, top_p, penalty, seed, index, self._scratch,
+                  _pointer(token), _pointer(lp), _pointer(flags), logprob)  # fmt: skip
+        return int(token[0]), float(lp[0]), int(flags[0])
+
+    def kept(self, logits, *, seen=None, temperature=1.0, top_p=1.0, penalty=1.0):
+        """Return bool [vocab]: what top-p keeps, or None for NUMERIC."""
+        kept = np.full(self.vocab, 7, np.uint8)
+        n = self._kept(_pointer(logits), self.vocab, _pointer(seen), temperature, top_p, penalty, self._scratch, _pointer(kept))
+        assert n == -1 or n == kept.sum()
+        return None if n < 0 else kept.astype(bool)
+
+    def seen(self, ids, later=()):
+        """Build a bitmap of ids, then add `later` one by one."""
+        ids = np.asarray(ids, np.int32)
+        words = np.full(-(-self.vocab // 32), 0xFFFFFFFF, np.uint32)
+        self._build(_pointer(words), self.vocab, _pointer(ids), len(ids))
+        for token in later:
+            self._add(_pointer(words), token)
+        return words
+
+    def uniform(self, seed, index):
+        return self._uniform(seed, index)

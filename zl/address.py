@@ -1,0 +1,91 @@
+"""Socket addresses as text: `tcp:HOST:PORT` and `unix:PATH`, and where zl listens when nothing is said.
+
+Owns no state. Refuses everything but the standard library, and within it asyncio and ssl.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zl.errors import ConfigError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 7433
+_UNIX_PATH_MAX = 107  # sun_path is 108 bytes with its closing zero (unix(7))
+
+
+class TcpAddress(NamedTuple):
+    """A TCP end; `host` is without the brackets of an IPv6 literal."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp:{host}:{self.port}"
+
+
+class UnixAddress(NamedTuple):
+    """A Unix socket in the file system."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+Address = TcpAddress | UnixAddress
+
+
+def parse_host_port(text: str, *, port_zero: bool = False) -> TcpAddress:
+    """Read `HOST:PORT`; an IPv6 host stands in brackets. Port 0 (the system picks) only where `port_zero`.
+
+    Raises  ConfigError: what is wrong with the text, with a correct example
+    """
+    host, colon, port_text = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(f"{text!r} is no HOST:PORT: put an IPv6 host in brackets, as in [::1]:{DEFAULT_PORT}")
+    if not colon or not host:
+        raise ConfigError(f"{text!r} is no HOST:PORT: write for example {DEFAULT_HOST}:{DEFAULT_PORT}")
+    lowest = 0 if port_zero else 1
+    if not (port_text.isascii() and port_text.isdigit() and lowest <= int(port_text) <= 65_535):
+        raise ConfigError(f"{text!r} has port {port_text!r}: it must be a number from {lowest} to 65535")
+    return TcpAddress(host, int(port_text))
+
+
+def parse_address(text: str, *, port_zero: bool = False) -> Address:
+    """Read `tcp:HOST:PORT` or `unix:PATH`.
+
+    Raises  ConfigError: what is wrong with the text, with a correct example
+    """
+    kind, colon, rest = text.partition(":")
+    if kind == "tcp" and colon:
+        return parse_host_port(rest, port_zero=port_zero)
+    if kind == "unix" and colon:
+        if not rest or "\0" in rest:
+            raise ConfigError(f"{text!r} has no path: write for example unix:{default_socket()}")
+        if len(os.fsencode(rest)) > _UNIX_PATH_MAX:
+            raise ConfigError(f"{text!r}: a Unix socket path has at most {_UNIX_PATH_MAX} bytes, take a shorter one")
+        return UnixAddress(rest)
+    raise ConfigError(
+        f"{text!r} is no address: write tcp:HOST:PORT or unix:PATH, for example tcp:{DEFAULT_HOST}:{DEFAULT_PORT}"
+    )
+
+
+def default_socket(environ: Mapping[str, str] | None = None) -> str:
+    """Path of the Unix socket that server and client meet at when no address is given."""
+    environ = os.environ if environ is None else environ
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    # The runtime directory of the XDG specification is the user's own; /tmp is everybody's, hence the uid in the name.
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "zl.sock")
+    return f"/tmp/zl-{os.getuid()}.sock"
+
+
+def default_listen(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The two addresses that a server takes when none is given."""
+    return (f"tcp:{DEFAULT_HOST}:{DEFAULT_PORT}", f"unix:{default_socket(environ)}")

@@ -1,0 +1,191 @@
+"""The build: decide everything that can be decided before a request arrives, and hash what decides an output.
+
+State: none; `prepare` returns one frozen Build. Refuses net, dispatch and asyncio, and within gpu the loop and staging.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import zl
+from zl.config import Settings
+from zl.errors import CapacityError, ConfigError
+from zl.gpu.device import Device, open_device
+from zl.gpu.weights import WeightSource, open_model
+from zl.sampling import profiles
+from zl.shapes import PAGE, ModelShape, Shapes, pages_for
+from zl.text.prompt import PromptBuilder
+from zl.text.tokenizer import TextModel, text_model
+
+CPU_KV_BYTES = 2 << 30
+"""Upper bound of the KV pool on a CPU when no size is given: 91 thousand tokens of the default model."""
+
+RESERVE_BYTES = 256 << 20
+"""Memory left for the process itself when the pool's size is chosen."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the device's memory goes, in bytes."""
+
+    weights: int
+    kv_pool: int
+    columns: int
+    free_before: int
+
+    def line(self, n_pages: int) -> str:
+        """Say it in one line."""
+        return (
+            f"memory: weights {_size(self.weights)}, KV pool {_size(self.kv_pool)} ({n_pages} pages of {PAGE} tokens, "
+            f"{n_pages * PAGE:,} tokens), columns {_size(self.columns)}, {_size(self.free_before)} free before"
+        )
+
+
+@dataclass(frozen=True)
+class Build:
+    """All that serving needs, decided."""
+
+    settings: Settings
+    device: Device
+    source: WeightSource
+    model: ModelShape
+    text: TextModel
+    prompts: PromptBuilder
+    shapes: Shapes
+    dtype: torch.dtype
+    memory: MemoryPlan
+    build_id: str
+
+
+def prepare(settings: Settings, path: Path, say: Callable[[str], None]) -> Build:
+    """Open the model and the device and decide the shapes.
+
+    say     called with one line a decision
+    Raises  ModelError, ConfigError, CapacityError, DeviceError: one line each
+    """
+    device, why = open_device(settings.device)
+    say(why)
+    source = open_model(path)
+    model = source.shape
+    text = text_model(source)
+    if text.vocab_size > model.vocab:
+        raise ConfigError(
+            f"{path}: the tokenizer has {text.vocab_size} ids, the embedding {model.vocab} rows; the file is not whole"
+        )
+    dtype = _dtype(settings.dtype)
+    max_model_len = min(settings.max_model_len, model.max_position)
+    shapes = Shapes(
+        max_rows=settings.max_rows,
+        max_model_len=max_model_len,
+        max_tokens=min(settings.max_tokens, max_model_len - 1),
+        default_tokens=min(settings.default_tokens, max_model_len - 1),
+        system_tokens=settings.system_tokens,
+        context_tokens=settings.context_tokens,
+        step_tokens=settings.step_tokens,
+    )
+    n_pages, memory = plan_memory(settings, model, shapes, device, dtype)
+    shapes = Shapes(**{name: getattr(shapes, name) for name in Shapes.__dataclass_fields__} | {"n_pages": n_pages})
+    say(memory.line(n_pages))
+    prompts = PromptBuilder(text, shapes, on_over=settings.over_budget)
+    return Build(
+        settings, device, source, model, text, prompts, shapes, dtype, memory, build_id(source, text, dtype, device)
+    )
+
+
+def page_bytes(model: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of one page of K and V over all layers."""
+    return 2 * model.n_layers * PAGE * model.n_kv_heads * model.head_dim * dtype.itemsize
+
+
+def weight_bytes(model: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of the weights in `dtype`; a tied head is counted twice, since programs pack it for themselves."""
+    attention = model.hidden * model.head_dim * 2 * (model.n_heads + model.n_kv_heads)
+    layer = attention + 3 * model.hidden * model.ffn + 2 * model.hidden
+    return (model.n_layers * layer + 2 * model.vocab * model.hidden + model.hidden) * dtype.itemsize
+
+
+def plan_memory(
+    settings: Settings, model: ModelShape, shapes: Shapes, device: Device, dtype: torch.dtype
+) -> tuple[int, MemoryPlan]:
+    """Choose the number of KV pages; CapacityError, with the numbers, where not even one full row fits."""
+    free, _ = device.memory()
+    page = page_bytes(model, dtype)
+    weights = weight_bytes(model, dtype)
+    columns = shapes.max_rows * (4 * shapes.max_model_len + 4 * shapes.pages_per_row + model.vocab // 8)
+    left = free - weights - columns - RESERVE_BYTES
+    all_rows = shapes.max_rows * shapes.pages_per_row * page
+    if settings.kv_memory:
+        kv = settings.kv_memory
+        if kv > left:
+            raise CapacityError(
+                f"kv_memory {_size(kv)} does not fit: {_size(free)} are free, weights need {_size(weights)}, "
+                f"columns {_size(columns)}, reserve {_size(RESERVE_BYTES)}; at most {_size(max(0, left))} are left"
+            )
+    else:
+        share = left // 2 if device.kind == "cpu" else int(left * 0.9)
+        kv = min(all_rows, share, CPU_KV_BYTES) if device.kind == "cpu" else min(all_rows, share)
+    n_pages = max(0, kv) // page
+    if n_pages < shapes.pages_per_row:
+        raise CapacityError(
+            f"a KV pool of {_size(max(0, kv))} holds {n_pages * PAGE} tokens, one request of max_model_len "
+            f"{shapes.max_model_len} needs {_size(pages_for(shapes.max_model_len) * page)}: raise --kv-memory or lower "
+            f"--max-model-len"
+        )
+    return n_pages, MemoryPlan(weights, n_pages * page, columns, free)
+
+
+def build_id(source: WeightSource, text: TextModel, dtype: torch.dtype, device: Device) -> str:
+    """Hash all that decides an output: weights, tokenizer, template, profiles, code, versions, processor features."""
+    facts = {
+        "weights": source.sha256,
+        "text": text.sha256,
+        "dtype": str(dtype),
+        "device": device.kind,
+        "machine": _processor(device),
+        "profiles": profiles.HASH,
+        "code": _code_hash(),
+        "versions": {"zl": zl.__version__, "torch": torch.__version__, "numpy": np.__version__},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _code_hash() -> str:
+    """Hash the sources that compute: everything of zl that is not the wire, the command line or this house's plumbing."""
+    root = Path(__file__).parent
+    files = [*(root / "gpu").rglob("*.py"), *(root / "gpu" / "native").glob("*.[ch]*"), *(root / "sampling").glob("*.py")]
+    digest = hashlib.sha256()
+    for file in sorted(set(files)):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _processor(device: Device) -> str:
+    """Name what the kernels' choice hangs on: instruction sets on a CPU, the model of a GPU."""
+    if device.kind != "cpu":
+        return device.name
+    interesting = {"avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
+    flags: set[str] = set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            flags = set(line.split(":", 1)[1].split())
+            break
+    return f"{platform.machine()} {' '.join(sorted(flags & interesting))}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _size(n_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.2f} {unit}"
+    return f"{n_bytes} B"

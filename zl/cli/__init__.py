@@ -1,0 +1,73 @@
+"""The `zl` command: reads the command line, runs one subcommand, turns errors into one line and an exit status.
+
+Each subcommand is a module here with `HELP`, `add_arguments(parser)` and `run(args) -> int`. What is heavy is imported
+inside `run`, so that `zl --help` answers at once. Owns no state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from zl import __version__
+from zl.cli import ask, chat, doctor, pull, serve
+from zl.errors import ZlError
+
+COMMANDS = {"serve": serve, "ask": ask, "chat": chat, "pull": pull, "doctor": doctor}
+
+_EPILOG = """\
+first steps:
+  zl pull                                   fetch the small embedded model (90 MB)
+  zl serve                                  serve it on this machine
+  zl ask "What is the capital of France?"   ask it, from another terminal
+  zl chat                                   talk with it
+
+Every command explains itself: zl serve --help
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="zl",
+        description="Serve a language model over raw sockets, and talk to it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"zl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, module in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(own)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        status = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+    except ZlError as error:
+        print("zl: " + " ".join(str(error).split()), file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left (`zl ask … | head -1`). Python flushes stdout once more on its way out:
+        # give it a place where that cannot fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as the shell says it
+    return status

@@ -1,0 +1,94 @@
+"""`zl ask`: one question, the answer streamed to stdout as it comes. Owns no state."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from zl.cli.connecting import add_connection, add_sampling, connect, options
+from zl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zl.client import Result
+
+HELP = "ask one question"
+DESCRIPTION = """\
+Ask a running server one question. The answer goes to stdout as it is generated; with --stats, figures go to stderr.
+"""
+EPILOG = """\
+examples:
+  zl ask "What is the capital of France?"
+  zl ask --temperature 0 --stats "Name three rivers."
+  zl ask --system "Answer in one word." --connect tcp:127.0.0.1:7433 "Largest planet?"
+  zl ask --context notes.txt "What do my notes say about Tuesday?"
+  echo "Write a haiku" | zl ask -
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the question and the flags."""
+    parser.add_argument("question", help="the question; - reads it from stdin")
+    parser.add_argument("--stats", action="store_true", help="print tokens, times and the seed to stderr")
+    add_connection(parser)
+    add_sampling(parser)
+    parser.add_argument("--context", metavar="FILE", help="text file that the answer should build on")
+    parser.add_argument("--deadline-ms", type=int, metavar="N", help="give up when the server needs longer")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream the answer; errors are raised."""
+    question = sys.stdin.read().strip() if args.question == "-" else args.question
+    if not question:
+        raise ConfigError('there is no question: write zl ask "What is the capital of France?"')
+    wanted = options(args)
+    if args.context:
+        wanted["context"] = _read(args.context)
+    if args.deadline_ms is not None:
+        wanted["deadline_ms"] = args.deadline_ms
+    with connect(args) as client:
+        start = time.monotonic()
+        first = last = start
+        n_tokens, ending = 0, "\n"
+        try:
+            with client.stream(question, **wanted) as stream:
+                for chunk in stream:
+                    last = time.monotonic()
+                    first = first if n_tokens else last
+                    n_tokens += len(chunk.token_ids)
+                    sys.stdout.write(chunk.text)
+                    sys.stdout.flush()
+                    ending = chunk.text[-1:] or ending
+        finally:
+            # The shell's prompt, or our error line, belongs on a line of its own.
+            if n_tokens and ending != "\n":
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+        if args.stats and stream.result is not None:
+            print(figures(stream.result, n_tokens, first - start, last - first), file=sys.stderr)
+    return 0
+
+
+def figures(result: Result, n_tokens: int, first_s: float, rest_s: float) -> str:
+    """Describe an answer: `first_s` until the first token, `rest_s` from there to the last, as the client saw them."""
+    speed = f", then {(n_tokens - 1) / rest_s:.1f} tokens/s" if n_tokens > 1 and rest_s > 0 else ""
+    lines = [f"{n_tokens} tokens, first after {first_s * 1000:.0f} ms{speed}; "
+             f"ended by {result.finish_reason.name.lower()}; seed {result.seed}"]  # fmt: skip
+    usage = result.usage
+    if usage is not None:
+        cut = ", cut to the limit" if usage.truncated else ""
+        lines.append(
+            f"prompt {usage.prompt_tokens} tokens ({usage.constant_tokens} ready before{cut}); server: "
+            f"queue {usage.queue_us / 1000:.1f} ms, prefill {usage.prefill_us / 1000:.1f} ms, "
+            f"decode {usage.decode_us / 1000:.1f} ms, glue {usage.glue_us / 1000:.1f} ms"
+        )
+    return "\n".join(lines)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--context {path}: {getattr(error, 'strerror', None) or error}") from error

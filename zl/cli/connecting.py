@@ -1,0 +1,56 @@
+"""What `zl ask` and `zl chat` share: flags for the connection and for sampling, and where the token comes from.
+
+Owns no state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, cast
+
+from zl.readers import read_token
+
+if TYPE_CHECKING:
+    from zl.client import Client, Options
+
+
+def add_connection(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say where the server is."""
+    group = parser.add_argument_group("connection")
+    group.add_argument("--connect", metavar="ADDR", help="tcp:HOST:PORT or unix:PATH (default: $ZL_CONNECT, else the "
+                       "Unix socket of a server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
+    group.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token (or set ZL_AUTH_TOKEN)")
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="longest wait for a token (default: 120)")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how to answer."""
+    group = parser.add_argument_group("answer")
+    group.add_argument("--system", metavar="TEXT", help="system prompt")
+    group.add_argument("--type", choices=("chat", "summarize", "creative"), help="sampling profile (default: chat)")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
+    group.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest tokens of this probability")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 discourages repeating; 1 is off")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """Connect as the flags say."""
+    from zl.client import Client, Timeouts
+
+    timeout = 120.0 if args.timeout is None else args.timeout
+    if args.auth_token_file:
+        token = read_token(args.auth_token_file)
+    else:
+        token = os.environ.get("ZL_AUTH_TOKEN", "")
+    return Client(args.connect, timeout=Timeouts(min(5.0, timeout), timeout, timeout), auth_token=token)
+
+
+def options(args: argparse.Namespace) -> Options:
+    """Collect the options that were given."""
+    names = ("system", "type", "temperature", "top_p", "repetition_penalty", "max_tokens", "seed", "stop")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return cast("Options", given)

@@ -1,0 +1,265 @@
+"""The client for ordinary code and threads: blocking calls over one socket.
+
+State: the socket and the wire's books. Any number of threads may use one client: whoever waits for something first
+reads the socket for all, the others sleep until their frames have come. Refuses asyncio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Self, Unpack
+
+from zl.address import TcpAddress
+from zl.client import endpoints
+from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut
+from zl.client.messages import Answer, Chunk, Messages, Options, Result, ServerInfo, Timeouts, join, request_fields
+from zl.client.wire import MAX_BUFFERED, Call, Wire
+from zl.net.codec import Operation
+
+_RECV_BYTES = 1 << 16
+_LAST_WORDS_S = 1.0
+
+
+class Client:
+    """A connection to a server.
+
+    address     `tcp:HOST:PORT` or `unix:PATH`; None: `ZL_CONNECT`, the default Unix socket, or port 7433 here
+    timeout     seconds for each wait, or Timeouts; None: the defaults of Timeouts
+    auth_token  said first where the server asks for one
+    Raises      ConnectionFailed, Unauthenticated; ConfigError: no such kind of address
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout: float | Timeouts | None = None,
+        auth_token: str = "",
+        max_buffered: int = MAX_BUFFERED,
+    ):
+        self._timeouts = Timeouts.of(timeout)
+        self._wire = Wire(max_buffered)
+        self._changed = threading.Condition()  # guards the wire's books and `_reading`
+        self._sending = threading.RLock()  # reentrant: __del__ of a Stream may come while this thread sends
+        self._reading = False
+        self._socket = _connect(address, None if math.isinf(self._timeouts.connect) else self._timeouts.connect)
+        if auth_token:
+            try:
+                self.hello(auth_token)
+            except BaseException:
+                self.close()
+                raise
+
+    def stream(self, messages: Messages, **options: Unpack[Options]) -> Stream:
+        """Send a request and return its answer as an iterator of chunks; several may run at the same time.
+
+        messages  a text, or user, assistant, user… in turn
+        options   see Options
+        Raises    here: BadRequest, ConnectionFailed; while iterating: any ZlClientError
+        """
+        return Stream(self, self._open(request_fields(messages, options)), self._timeouts)
+
+    def ask(self, messages: Messages, **options: Unpack[Options]) -> Answer:
+        """Send a request and wait for the whole answer. Arguments and errors are those of `stream`."""
+        with self.stream(messages, **options) as stream:
+            chunks = list(stream)
+            assert stream.result is not None
+            return join(chunks, stream.result)
+
+    def hello(self, auth_token: str = "") -> ServerInfo:
+        """Ask the server what it is, and show it the token if there is one."""
+        fields = {"operation": Operation.HELLO, "auth_token": auth_token}
+        call = self._open(fields)
+        if not self.pump(call.readable, self._timeouts.connect):
+            self.abandon(call)
+            raise TimedOut(f"no answer to hello within {self._timeouts.connect:g} s", phase="hello")
+        call.take()
+        if call.server is None:
+            raise StreamBroken("the server answered hello without saying what it is")
+        return call.server
+
+    def ping(self) -> float:
+        """Send a ping and return the seconds until its answer.
+
+        Raises  ConnectionFailed: the connection is gone; TimedOut
+        """
+        start = time.monotonic()
+        with self._changed:
+            number, frame = self._wire.ping()
+        self._send(frame)
+        if not self.pump(lambda: self._wire.ponged(number) or bool(self._wire.closed), self._timeouts.connect):
+            raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s", phase="ping")
+        if not self._wire.ponged(number):
+            raise ConnectionFailed(self._wire.closed)
+        return time.monotonic() - start
+
+    def close(self) -> None:
+        """Close the connection; the server cancels what is still running. Closing twice is fine."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading
+        with self._changed:
+            self._wire.lost("this client was closed")
+            self._changed.notify_all()
+            while self._reading:
+                self._changed.wait(0.1)
+            self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pump(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Read the socket until `ready()`, which is asked under the lock; False where `timeout` seconds pass first."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not ready():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                if self._reading or self._wire.closed:
+                    self._changed.wait(None if math.isinf(left) else left)
+                    continue
+                self._read_once(left)
+            return True
+
+    def abandon(self, call: Call) -> None:
+        """Cancel a call whose answer nobody will read."""
+        with self._changed:
+            frame = self._wire.abandon(call)
+        with contextlib.suppress(ConnectionFailed):
+            self._send(frame)
+
+    def cancel(self, call: Call) -> None:
+        """Ask the server to end a call early; its last frame still comes."""
+        with self._changed:
+            frame = self._wire.cancel(call)
+        self._send(frame)
+
+    def _open(self, fields: Mapping[str, object]) -> Call:
+        with self._changed:
+            call, frame = self._wire.open(fields)
+        self._send(frame)
+        return call
+
+    def _read_once(self, timeout: float) -> None:
+        """Wait for bytes and hand them to the wire. Called with the lock held, which is open while this waits."""
+        self._reading = True
+        self._changed.release()
+        data: bytes | None = None
+        reason = "the server closed the connection"
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if poll.poll(None if math.isinf(timeout) else math.ceil(timeout * 1000)):
+                data = self._socket.recv(_RECV_BYTES)
+        except OSError as error:
+            data, reason = b"", f"the connection broke: {error.strerror or error}"
+        finally:
+            self._changed.acquire()
+            self._reading = False
+            self._changed.notify_all()
+        if data:
+            cancels = self._wire.receive(data)
+            if cancels:
+                with contextlib.suppress(ConnectionFailed):
+                    self._send(cancels)
+        elif data is not None:
+            self._wire.lost(reason)
+
+    def _send(self, data: bytes) -> None:
+        if not data:
+            return
+        try:
+            with self._sending:  # one frame after the other, whole
+                self._socket.sendall(data)  # wire
+        except OSError as error:
+            reason = f"the connection broke: {error.strerror or error}"
+        else:
+            return
+        # A server that closed on us has said why, if only the bytes are read that came before the end.
+        self.pump(lambda: bool(self._wire.closed), _LAST_WORDS_S)
+        with self._changed:
+            self._wire.lost(reason)
+            self._changed.notify_all()
+        raise ConnectionFailed(self._wire.closed)
+
+
+class Stream:
+    """An answer on its way: iterate over its chunks, then look at `result`. Closing it early cancels the request."""
+
+    def __init__(self, client: Client, call: Call, timeouts: Timeouts):
+        self._client = client
+        self._call = call
+        self._timeouts = timeouts
+
+    @property
+    def result(self) -> Result | None:
+        """How the answer ended; None before its end."""
+        return self._call.result
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        call = self._call
+        if call.abandoned and call.error is None:
+            raise StopIteration
+        first = not call.n_tokens
+        timeout = self._timeouts.first_token if first else self._timeouts.between_tokens
+        if not self._client.pump(call.readable, timeout):
+            self.close()
+            phase = "first token" if first else "next token"
+            raise TimedOut(f"no {phase} within {timeout:g} s", phase=phase, tokens_received=call.n_tokens)
+        chunk = call.take()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def cancel(self) -> None:
+        """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
+        self._client.cancel(self._call)
+
+    def close(self) -> None:
+        """Stop reading; a request that still runs is cancelled. Closing twice is fine."""
+        if not self._call.ended and not self._call.abandoned:
+            self._client.abandon(self._call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A loop left by `break` drops the stream without closing it; the server should not go on for nobody.
+        self.close()
+
+
+def _connect(text: str | None, timeout: float | None) -> socket.socket:
+    addresses = endpoints.candidates(text)
+    last = OSError("nothing to try")
+    for address in addresses:
+        sock: socket.socket | None = None
+        try:
+            if isinstance(address, TcpAddress):
+                sock = socket.create_connection((address.host, address.port), timeout)
+                # A request is one small write: waiting for more to send with it would only delay it.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            else:
+                sock = socket.socket(socket.AF_UNIX)
+                sock.settimeout(timeout)
+                sock.connect(address.path)
+            return sock
+        except OSError as error:
+            if sock is not None:
+                sock.close()
+            last = error
+    raise endpoints.failure(addresses, last)

@@ -1,0 +1,264 @@
+"""The server's settings: one frozen object, put together from defaults, a TOML file, `ZL_*` and flags, checked once.
+
+A setting has one name in all places: `max_rows` in the file, `ZL_MAX_ROWS` in the environment, `--max-rows` as a
+flag. The later source wins. Owns no state; refuses torch, asyncio and whatever serves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zl import readers, shapes
+from zl.address import default_listen
+from zl.errors import ConfigError
+
+ENV_PREFIX = "ZL_"
+OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
+"""Variables that are zl's without being a server setting."""
+
+_FRAME_SIZES = (1_024, 64 * 2**20)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a setting is beside its default: its TOML table, its reader, its place in `--help`."""
+
+    section: str
+    read: Callable[[object], Any]
+    allowed: str
+    help: str
+    metavar: str = "N"
+    many: bool = False  # a list in TOML, a repeatable flag
+    flag: bool = True  # secrets and long texts have none: a command line can be read by every user of the machine
+
+
+def _setting(default: Any, spec: Spec, **more: Any) -> Any:
+    made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
+    return field(metadata={"spec": spec}, **made, **more)
+
+
+def _count(section: str, low: int, high: int, default: int, help: str) -> Any:
+    return _setting(default, Spec(section, readers.whole(low, high), f"a whole number from {low} to {high}", help))
+
+
+def _period(section: str, low: float, high: float, default: float, help: str) -> Any:
+    spec = Spec(section, readers.seconds(low, high), f"seconds from {low:g} to {high:g}", help, metavar="SECONDS")
+    return _setting(default, spec)
+
+
+def _choice(section: str, choices: tuple[str, ...], default: str, help: str) -> Any:
+    bar = "|".join(choices)
+    return _setting(default, Spec(section, readers.one_of(*choices), "one of " + ", ".join(choices), help, metavar=bar))
+
+
+def _file(section: str, help: str) -> Any:
+    return _setting("", Spec(section, readers.text, "the path of a file that this user can read", help, metavar="FILE"))
+
+
+_MODEL = Spec("model", readers.name, "a path, or a name that `zl pull` knows",
+              "GGUF file, Hugging Face folder, or a name that `zl pull` knows", metavar="PATH|NAME")  # fmt: skip
+_KV_MEMORY = Spec("model", readers.size, "a size such as 2GiB, or 0 to choose by the memory that is free",
+                  "memory for the KV pool, for example 2GiB; 0 chooses", metavar="SIZE")  # fmt: skip
+_PROMPTS = Spec("model", readers.texts, "a list of texts (as JSON in the environment)",
+                "system prompts computed once at start", flag=False)  # fmt: skip
+_LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or more",
+               "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
+_METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
+_TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_MAX_FRAME = Spec("limits", readers.size, "a size from 1KiB to 64MiB", "largest payload of a frame", metavar="SIZE")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that `zl serve` can be told. Sizes in bytes, periods in seconds, lengths in tokens."""
+
+    model: str = _setting("smollm2-135m-instruct", _MODEL)
+    device: str = _choice("model", ("auto", "cpu", "cuda"), "auto", "where the model runs")
+    dtype: str = _choice("model", ("auto", "float32", "bfloat16"), "auto", "arithmetic of the model")
+    threads: int = _count("model", 0, 1_024, 0, "compute threads on the CPU; 0 takes one for each core")
+    kv_memory: int = _setting(0, _KV_MEMORY)
+    system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
+
+    listen: tuple[str, ...] = _setting(default_listen, _LISTEN)
+    metrics: str = _setting("127.0.0.1:9433", _METRICS)
+    auth_token: str = _setting("", _TOKEN, repr=False)
+    auth_token_file: str = _file("server", "file with the secret that clients must say hello with")
+    tls_cert: str = _file("server", "PEM certificate chain; TCP listeners then speak TLS")
+    tls_key: str = _file("server", "PEM private key of the certificate")
+    drain_s: float = _period("server", 0, 3_600, 30.0, "how long running answers may go on after SIGTERM")
+    log_level: str = _choice("server", ("debug", "info", "warning", "error"), "info", "least severe line to log")
+
+    max_rows: int = _count("limits", 1, shapes.MAX_ROWS, shapes.MAX_ROWS, "answers generated at the same time")
+    max_model_len: int = _count("limits", shapes.PAGE, 2**20, shapes.MODEL_LEN, "most tokens of prompt and answer")
+    max_tokens: int = _count("limits", 1, 2**20, shapes.MAX_TOKENS, "most tokens of an answer")
+    default_tokens: int = _count("limits", 1, 2**20, shapes.DEFAULT_TOKENS, "tokens of an answer when not said")
+    system_tokens: int = _count("limits", 1, 2**20, shapes.SYSTEM_TOKENS, "token budget of the system prompt")
+    context_tokens: int = _count("limits", 0, 2**20, shapes.CONTEXT_TOKENS, "token budget of the context field")
+    step_tokens: int = _count("limits", 2, 2**16, 512, "most tokens computed in one step")
+    max_queue: int = _count("limits", 0, 2**20, 1_024, "requests that may wait for a row")
+    berths: int = _count("limits", 1, 2**16, 256, "frames that may be in the arena at once")
+    max_frame: int = _setting(shapes.MAX_FRAME, _MAX_FRAME)
+    frame_timeout_s: float = _period("limits", 0.05, 3_600, 10.0, "time in which a begun frame must be complete")
+    over_budget: str = _choice("limits", ("cut", "reject"), "cut", "what happens to text over its budget")
+
+
+SETTINGS: tuple[Field[Any], ...] = fields(Settings)
+"""The settings in the order of `--help`; `spec_of` tells more about each."""
+
+_NAMES = tuple(each.name for each in SETTINGS)
+
+
+def spec_of(name: str) -> Spec:
+    """Return the Spec of one setting."""
+    found: Spec = Settings.__dataclass_fields__[name].metadata["spec"]
+    return found
+
+
+def load(
+    flags: Mapping[str, object] | None = None,
+    *,
+    file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Put the settings together: defaults, then `file` (or `ZL_CONFIG`), then `ZL_*`, then `flags` that are not None.
+
+    Raises  ConfigError: key, source, value and what is allowed
+    """
+    environ = os.environ if environ is None else environ
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    file = file or environ.get("ZL_CONFIG") or None
+    layers = [_from_file(Path(file))] if file else []
+    for layer in (*layers, _from_environ(environ), _from_flags(flags or {})):
+        for name, source, value in layer:
+            given[name], sources[name] = _read(name, source, value), source
+    if given.get("auth_token_file"):
+        if given.get("auth_token"):
+            raise ConfigError(f"auth_token ({sources['auth_token']}) and auth_token_file "
+                              f"({sources['auth_token_file']}) are both set: keep one")  # fmt: skip
+        given["auth_token"] = readers.read_token(given["auth_token_file"])
+    settings = Settings(**_fitting_defaults(given) | {"listen": default_listen(environ)} | given)
+    _check(settings, sources)
+    return settings
+
+
+def _read(name: str, source: str, value: object) -> Any:
+    spec = spec_of(name)
+    try:
+        return spec.read(value)
+    except readers.ValueRefusedError as refused:
+        shown = "(hidden)" if name == "auth_token" else repr(value)
+        allowed = refused.args[0] if refused.args else spec.allowed
+        raise ConfigError(f"{name} = {shown} ({source}): must be {allowed}") from None
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, str, object]]:
+    try:
+        text = path.read_text("utf-8")
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {getattr(error, 'strerror', None) or error}") from error
+    sections = sorted({spec_of(name).section for name in _NAMES})
+    for section, table in tables.items():
+        if section not in sections or not isinstance(table, dict):
+            kind = "table" if isinstance(table, dict) else "key"
+            what = _misplaced(section, "") or f"unknown {kind} {section!r}{_suggest(section, sections)}"
+            raise ConfigError(f"{path}:{_line_of(text, '', section)}: {what} (tables: {', '.join(sections)})")
+        known = [name for name in _NAMES if spec_of(name).section == section]
+        for key, value in table.items():
+            where = f"{path}:{_line_of(text, section, key)}"
+            if key not in known:
+                what = _misplaced(key, section) or f"unknown key {key!r} in [{section}]{_suggest(key, known or _NAMES)}"
+                raise ConfigError(f"{where}: {what}")
+            yield key, where, value
+
+
+def _misplaced(key: str, section: str) -> str:
+    if key not in _NAMES:
+        return ""
+    return f"{key} belongs in the table [{spec_of(key).section}]" + (f", not in [{section}]" if section else "")
+
+
+def _line_of(text: str, section: str, key: str) -> int:
+    """Find the line that sets `key` in `[section]`; tomllib keeps no positions, so this reads the plain cases again."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\[?\s*[\"']?([\w.-]+)[\"']?\s*\]", line):
+            current = header[1]
+            if not section and current.split(".")[0] == key:
+                return number
+        elif current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]", line):
+            return number
+    return 1
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
+    known = {ENV_PREFIX + name.upper(): name for name in _NAMES}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENVIRONMENT:
+            continue
+        if variable not in known:
+            raise ConfigError(f"unknown environment variable {variable}{_suggest(variable, known)}; mend or unset it")
+        yield known[variable], f"environment variable {variable}", environ[variable]
+
+
+def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
+    for name, value in flags.items():
+        if name not in _NAMES:
+            raise ConfigError(f"unknown setting {name!r}{_suggest(name, _NAMES)}")
+        if value is not None:
+            yield name, "--" + name.replace("_", "-"), value
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _fitting_defaults(given: Mapping[str, Any]) -> dict[str, int]:
+    """Shrink or widen the defaults that hang on a given size, so that setting one size does not ask for four more."""
+    model_len = given.get("max_model_len", shapes.MODEL_LEN)
+    max_tokens = given.get("max_tokens", min(shapes.MAX_TOKENS, model_len // 2))
+    return {
+        "max_tokens": max_tokens,
+        "default_tokens": min(shapes.DEFAULT_TOKENS, max_tokens),
+        "system_tokens": min(shapes.SYSTEM_TOKENS, model_len // 4),
+        "context_tokens": min(shapes.CONTEXT_TOKENS, model_len // 4),
+        "max_rows": min(shapes.MAX_ROWS, given.get("step_tokens", 2 * shapes.MAX_ROWS) // 2),
+    }
+
+
+def _check(settings: Settings, sources: Mapping[str, str]) -> None:
+    """Hold the settings against each other and against the file system."""
+
+    def refuse(name: str, must: str) -> NoReturn:
+        raise ConfigError(f"{name} = {getattr(settings, name)!r} ({sources.get(name, 'the default')}): must be {must}")
+
+    if not _FRAME_SIZES[0] <= settings.max_frame <= _FRAME_SIZES[1]:
+        refuse("max_frame", spec_of("max_frame").allowed)
+    if settings.max_tokens >= settings.max_model_len:
+        refuse("max_tokens", f"less than max_model_len ({settings.max_model_len}), so that a prompt has room")
+    if settings.default_tokens > settings.max_tokens:
+        refuse("default_tokens", f"at most max_tokens ({settings.max_tokens})")
+    for name in ("system_tokens", "context_tokens"):
+        if getattr(settings, name) >= settings.max_model_len:
+            refuse(name, f"less than max_model_len ({settings.max_model_len}), so that the messages have room")
+    if settings.step_tokens <= settings.max_rows:
+        culprit = "max_rows" if "max_rows" in sources and "step_tokens" not in sources else "step_tokens"
+        other = "max_rows" if culprit == "step_tokens" else "step_tokens"
+        relation = "more than" if culprit == "step_tokens" else "less than"
+        refuse(culprit, f"{relation} {other} ({getattr(settings, other)}), so that prompts go on while all rows decode")
+    for name, partner in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if getattr(settings, name) and not getattr(settings, partner):
+            refuse(name, f"given together with {partner}")
+        if getattr(settings, name) and not os.access(getattr(settings, name), os.R_OK):
+            refuse(name, spec_of(name).allowed)

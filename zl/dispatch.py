@@ -1,0 +1,211 @@
+"""The dispatcher: who gets a row and pages, who waits, who is turned away.
+
+State: the queue and the jobs in flight; lives on the event-loop thread, takes the time as an argument and never waits.
+Pages are reserved at admission for the whole request, so a seated request always finishes: no preemption, no deadlock.
+Refuses torch, asyncio, net and gpu (the columns come in by constructor).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zl.errors import Code, RequestError
+from zl.pages import PageBooks
+from zl.rows import Job, Rows, Ticket
+from zl.sampling import profiles
+from zl.shapes import PAGE, Shapes, pages_for
+
+MAX_PASSED = 1_024
+"""Younger jobs that may be seated before one that does not fit yet; then the queue waits for it, so nobody starves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What admission allows."""
+
+    max_queue: int = 1_024
+    share_prefixes: bool = True
+
+
+@dataclass(slots=True)
+class DispatchCounters:
+    """Plain counters, read at scrape."""
+
+    admitted: int = 0
+    overloaded: int = 0
+    seated: int = 0
+    retired: int = 0
+    truncated: int = 0
+    constant_tokens: int = 0
+
+
+class Dispatcher:
+    """Seat jobs on rows, first come first served among those that fit.
+
+    columns  gpu.pinned.RowColumns, written here for rows that are being seated
+    notify   called with each Ticket once its columns are complete: the crossing to the engine thread
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        rows: Rows,
+        pages: PageBooks,
+        columns: Any,
+        notify: Callable[[Ticket, Any, int], None],
+        limits: Limits | None = None,
+    ):
+        self._shapes = shapes
+        self.rows = rows
+        self._pages = pages
+        self._columns = columns
+        self._notify = notify
+        self._limits = limits or Limits()
+        self._queue: deque[Job] = deque()
+        self._finish_times: deque[float] = deque(maxlen=64)
+        self.counters = DispatchCounters()
+
+    @property
+    def queued(self) -> int:
+        """Count the jobs that wait for a row."""
+        return len(self._queue)
+
+    def ensure_room(self, now: float) -> None:
+        """Raise OVERLOADED, with a hint when to come back, where the queue has no place left."""
+        if len(self._queue) < self._limits.max_queue:
+            return
+        self.counters.overloaded += 1
+        raise RequestError(
+            Code.OVERLOADED,
+            f"all {self.rows.n_rows} rows are busy and {len(self._queue)} requests wait; try again later",
+            retry_after_ms=self._retry_after_ms(now),
+        )
+
+    def prompt_budget(self, max_tokens: int) -> tuple[int, int]:
+        """Return (most prompt tokens, answer tokens) for a request that asks for `max_tokens` (0: the default).
+
+        An answer is never cut below an eighth of the model length for the prompt's sake, unless it asks for less.
+        """
+        max_new = profiles.token_limit(max_tokens, self._shapes.default_tokens, self._shapes.max_tokens)
+        reserve = min(max_new, max(1, self._shapes.max_model_len // 8))
+        return self._shapes.max_model_len - reserve, max_new
+
+    def admit(self, job: Job, now: float) -> None:
+        """Queue a job whose prompt is known, and seat what can be seated."""
+        job.max_new = min(job.max_new, self._shapes.max_model_len - len(job.prompt))
+        need = pages_for(len(job.prompt) + job.max_new)
+        if need > self._pages.n_pages:
+            raise RequestError(
+                Code.LIMIT_EXCEEDED,
+                f"prompt of {len(job.prompt)} and answer of {job.max_new} tokens need {need} KV pages, "
+                f"the server has {self._pages.n_pages}; ask for fewer max_tokens",
+                field="max_tokens",
+            )
+        self.counters.admitted += 1
+        self.counters.truncated += job.truncated
+        self._queue.append(job)
+        self.pump(now)
+
+    def pump(self, now: float) -> None:
+        """Seat every waiting job that fits now, oldest first."""
+        if not self._queue or not self.rows.n_free:
+            return
+        waiting: list[Job] = []
+        while self._queue and self.rows.n_free:
+            job = self._queue.popleft()
+            if job.done:
+                continue
+            if self._seat(job, now):
+                for older in waiting:
+                    older.passed += 1
+            else:
+                waiting.append(job)
+                if job.passed >= MAX_PASSED:
+                    break
+        self._queue.extendleft(reversed(waiting))
+
+    def end(self, job: Job) -> None:
+        """Drop a job that has sent, or will never send, its last frame; its row is freed when the engine retires it."""
+        if job.done:
+            return
+        job.done = True
+        if job.ticket is not None:
+            self.rows.end(job)
+        else:
+            self._queue.remove(job)
+
+    def retire(self, ticket: Ticket, now: float) -> None:
+        """Free a row and its pages: no step that touches them is in flight any more."""
+        job = self.rows.retire(ticket)
+        self._pages.give(job.pages)
+        if job.prefix is not None:
+            self._pages.unshare(job.prefix)
+        job.prefix = None
+        job.pages = job.pages[:0]
+        self._columns.page_table[ticket.row].fill(-1)
+        self.counters.retired += 1
+        self._finish_times.append(now)
+
+    def expired(self, now: float) -> list[Job]:
+        """List the jobs, waiting or seated, whose deadline has passed."""
+        jobs = [*self._queue, *self.rows.jobs()]
+        return [job for job in jobs if job.deadline is not None and now >= job.deadline and not job.done]
+
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of any job, None where none has one."""
+        jobs = [*self._queue, *self.rows.jobs()]
+        return min((job.deadline for job in jobs if job.deadline is not None and not job.done), default=None)
+
+    def check(self) -> None:
+        """Recount rows and pages from nothing."""
+        self.rows.check()
+        self._pages.check([job.pages for job in self.rows.jobs()])
+
+    def _seat(self, job: Job, now: float) -> bool:
+        n_shared = self._shareable(job)
+        key = job.prompt[:n_shared]
+        prefix = self._pages.find_prefix(key) if n_shared else None
+        need = pages_for(len(job.prompt) + job.max_new)
+        if prefix is not None:
+            self._pages.share(prefix)  # first, so that making room cannot evict it
+            if need - len(prefix.pages) > self._pages.available():
+                self._pages.unshare(prefix)
+                return False
+        elif need > self._pages.available():
+            return False
+        elif n_shared:
+            prefix = self._pages.new_prefix(key)
+        shared = prefix.pages if prefix is not None else job.pages[:0]
+        job.pages = self._pages.take(need - len(shared))
+        job.prefix = prefix
+        ticket = self.rows.seat(job)
+        self._write_columns(ticket.row, job, np.concatenate([shared, job.pages]))
+        job.seated = now
+        self.counters.seated += 1
+        self._notify(ticket, prefix, len(job.prompt))
+        return True
+
+    def _shareable(self, job: Job) -> int:
+        """Count the prompt tokens that may live on constant pages: whole pages of the system part, never the last token."""
+        if not self._limits.share_prefixes:
+            return 0
+        return min(job.prefix_len, len(job.prompt) - 1) // PAGE * PAGE
+
+    def _write_columns(self, row: int, job: Job, table: np.ndarray) -> None:
+        columns = self._columns
+        columns.prompt_ids[row, : len(job.prompt)] = job.prompt
+        columns.prompt_len[row] = len(job.prompt)
+        columns.max_new[row] = job.max_new
+        columns.page_table[row, : len(table)] = table
+        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=job.logprobs)
+
+    def _retry_after_ms(self, now: float) -> int:
+        """Guess when a place will be free: the mean time between recent finishes, bounded to 0.05 to 10 s."""
+        times = self._finish_times
+        gap = (now - times[0]) / len(times) if times else 0.5
+        return int(min(10.0, max(0.05, gap)) * 1_000)

@@ -1,0 +1,116 @@
+"""The one door to CUDA: the only importer of `cuda.bindings`.
+
+State: none beyond the driver's own. Every status goes through `check`, which raises with the call and the code.
+Refuses asyncio and net.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+
+from zl.errors import DeviceError
+
+# cudaHostRegister flags, CUDA Runtime API 13, section "Memory Management"
+REGISTER_PORTABLE = 0x01
+REGISTER_MAPPED = 0x02
+
+_REMEDIES = {
+    "cudaErrorMemoryAllocation": "raise the locked-memory limit (ulimit -l, or LimitMEMLOCK= in the unit)",
+    "cudaErrorHostMemoryAlreadyRegistered": "another library registered this range first; this is a bug in zl",
+    "cudaErrorNotSupported": "this platform cannot map host memory; serve with --device cpu",
+    "cudaErrorInsufficientDriver": "the driver is older than the CUDA runtime; update the driver",
+    "cudaErrorNoDevice": "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES",
+}
+
+
+def runtime() -> Any:
+    """Import the CUDA runtime bindings; DeviceError where they or the driver are missing."""
+    try:
+        from cuda.bindings import runtime as bindings
+    except ImportError as missing:
+        raise DeviceError(
+            f"the CUDA bindings are not installed ({missing}); install the extra: pip install 'zl[cuda]'", call="import"
+        ) from missing
+    return bindings
+
+
+def check(result: tuple[Any, ...], call: str) -> Any:
+    """Unwrap a binding's result tuple; raise DeviceError with call and code unless it succeeded.
+
+    Status-only calls return a 1-tuple, the others (err, value) or (err, value, …).
+    """
+    status = result[0]
+    if int(status) != 0:
+        name = getattr(status, "name", str(status))
+        remedy = _REMEDIES.get(name, "see the CUDA runtime documentation for this code")
+        raise DeviceError(f"{call} failed with {name} ({int(status)}): {remedy}", call=call, status=int(status))
+    values = result[1:]
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else values
+
+
+def device_count() -> int:
+    """Count visible GPUs; 0 where there is no driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    try:
+        return int(check(runtime().cudaGetDeviceCount(), "cudaGetDeviceCount"))
+    except DeviceError:
+        return 0
+
+
+class CudaDevice:
+    """An NVIDIA GPU behind the surface of gpu.device. Not yet run on hardware: docs/gpu-status.md."""
+
+    kind = "cuda"
+    run_ahead = 1
+
+    def __init__(self, index: int = 0):
+        self._rt = runtime()
+        if device_count() == 0:
+            raise DeviceError(
+                "no CUDA driver or GPU found: install the NVIDIA driver, or serve with --device cpu", call="cuInit"
+            )
+        self.index = index
+        check(self._rt.cudaSetDevice(index), "cudaSetDevice")
+        properties = check(self._rt.cudaGetDeviceProperties(index), "cudaGetDeviceProperties")
+        self.name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+        self.torch_device = f"cuda:{index}"
+        self._regions: list[int] = []
+        self._maps: list[mmap.mmap] = []
+
+    def register(self, address: int, n_bytes: int) -> None:
+        """Page-lock and map host memory for the device (cudaHostRegister, mapped and portable)."""
+        flags = REGISTER_MAPPED | REGISTER_PORTABLE
+        check(self._rt.cudaHostRegister(address, n_bytes, flags), "cudaHostRegister")
+        self._regions.append(address)
+
+    def device_pointer(self, address: int) -> int:
+        """Return the device address of registered host memory."""
+        return int(check(self._rt.cudaHostGetDevicePointer(address, 0), "cudaHostGetDevicePointer"))
+
+    def allocate(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """Allocate a zeroed, registered host array."""
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        region = mmap.mmap(-1, max(n_bytes, mmap.PAGESIZE))
+        self._maps.append(region)
+        self.register(ctypes.addressof(ctypes.c_char.from_buffer(region)), len(region))
+        return np.frombuffer(region, dtype, count=int(np.prod(shape))).reshape(shape)
+
+    def memory(self) -> tuple[int, int]:
+        """Return (free, total) device bytes."""
+        free, total = check(self._rt.cudaMemGetInfo(), "cudaMemGetInfo")
+        return int(free), int(total)
+
+    def close(self) -> None:
+        """Unregister everything that this device registered."""
+        for address in self._regions:
+            check(self._rt.cudaHostUnregister(address), "cudaHostUnregister")
+        self._regions.clear()

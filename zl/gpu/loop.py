@@ -1,0 +1,319 @@
+"""The generation loop: plans steps from numpy columns, launches them, publishes their results.
+
+State: the rows it computes and how far each one is; the engine thread owns all of it. The event loop hands in tickets
+through `seat` and reads results through `publish`; nothing else crosses. Refuses net, text, dispatch and asyncio.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
+from zl.rows import Ticket
+from zl.shapes import Shapes
+
+ENDED = EOS | LENGTH | NUMERIC
+
+
+class StepResult(NamedTuple):
+    """One finished step, in host memory that nobody rewrites.
+
+    tickets    rows that drew a token, in order
+    tokens, logprobs, flags   one entry a ticket; flags as in gpu.pinned
+    retired    tickets that no step in flight can touch any more
+    step_us    time from launch to fence
+    """
+
+    tickets: list[Ticket]
+    tokens: list[int]
+    logprobs: list[float]
+    flags: list[int]
+    first: list[tuple[Ticket, int]]  # rows that began, with the tokens they took from constant pages
+    retired: list[Ticket]
+    step_us: int
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """What the engine knows of a row it computes."""
+
+    ticket: Ticket
+    prompt_len: int
+    prefix: Any  # pages.Prefix or None
+    computed: int = 0  # tokens whose KV a launched step has written
+    begun: bool = False
+    last_step: int = -1  # the newest launched step that touches the row
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class LoopCounters:
+    """Plain counters, read at scrape."""
+
+    steps: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    idle_waits: int = 0
+    plan_ns: int = 0
+    step_ns: int = 0
+    last_step_at: float = field(default_factory=time.monotonic)
+
+
+class _Flight(NamedTuple):
+    seq: int
+    slot: int
+    number: int
+    drawn: list[Seat | None]  # by segment: the seat if it samples
+    first: list[tuple[Ticket, int]]
+    launched_ns: int
+
+
+class GenerationLoop:
+    """Run the steps of all seated rows on one thread.
+
+    engine     launch(slot) -> seq, wait(seq): gpu.programs
+    slots      StepSlots used in turn; their number less one is how far the loop runs ahead
+    control    uint8 [max_rows], rows.Rows.control
+    publish    called on the engine thread with each StepResult
+    on_failure called once with the exception if a step fails; the loop has stopped then
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        engine: Any,
+        slots: list[StepSlot],
+        control: np.ndarray,
+        publish: Callable[[StepResult], None],
+        on_failure: Callable[[BaseException], None],
+        *,
+        run_ahead: int = 0,
+        chunk_tokens: int = 64,
+    ):
+        if not 0 <= run_ahead < len(slots):
+            raise ValueError(f"run_ahead {run_ahead} needs {run_ahead + 1} slots, {len(slots)} given")
+        self._shapes = shapes
+        self._engine = engine
+        self._slots = slots
+        self._control = control
+        self._publish = publish
+        self._on_failure = on_failure
+        self._run_ahead = run_ahead
+        self._chunk_tokens = chunk_tokens
+        self._inbox: deque[Seat] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._prefill: list[Seat] = []
+        self._decode: list[Seat] = []
+        self._leaving: list[Seat] = []
+        self._flights: deque[_Flight] = deque()
+        self._number = 0
+        self._ended = -1  # the newest step that has ended
+        self.counters = LoopCounters()
+        self._thread = threading.Thread(target=self._run, name="zl-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread.start()
+
+    def seat(self, ticket: Ticket, prefix: Any, prompt_len: int) -> None:
+        """Hand over a row whose columns are complete; any thread."""
+        self._inbox.append(Seat(ticket, prompt_len, prefix))
+        self._wake.set()
+
+    def nudge(self) -> None:
+        """Make an idle loop look at the control column; any thread."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End after the steps in flight and join the thread."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether there is work: rows seated or steps in flight."""
+        return bool(self._inbox or self._prefill or self._decode or self._flights or self._leaving)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            while self._flights:
+                self._land(self._flights.popleft())
+        except BaseException as failure:  # the thread's last word: whatever it was, the event loop must hear of it
+            self._on_failure(failure)
+
+    def _turn(self) -> None:
+        self._wake.clear()
+        while self._inbox:
+            self._prefill.append(self._inbox.popleft())
+        self._drop_ended()
+        begun = time.perf_counter_ns()
+        launched = self._launch()
+        self.counters.plan_ns += time.perf_counter_ns() - begun
+        if launched and len(self._flights) <= self._run_ahead:
+            return
+        if self._flights:
+            self._land(self._flights.popleft())
+        elif self._leaving:
+            self._publish(StepResult([], [], [], [], [], self._retire(), 0))
+        elif not launched and not self._inbox:
+            self.counters.idle_waits += 1
+            self._wake.wait()  # sync
+
+    def _drop_ended(self) -> None:
+        """Stop computing the rows that the control column names."""
+        control = self._control
+        for seats in (self._prefill, self._decode):
+            dropped = [seat for seat in seats if control[seat.ticket.row]]
+            if dropped:
+                self._leave(dropped)
+                seats[:] = [seat for seat in seats if not seat.gone]
+
+    def _leave(self, seats: list[Seat]) -> None:
+        for seat in seats:
+            if not seat.gone:
+                seat.gone = True
+                self._leaving.append(seat)
+
+    def _retire(self) -> list[Ticket]:
+        retired = [seat.ticket for seat in self._leaving if seat.last_step <= self._ended]
+        if retired:
+            self._leaving = [seat for seat in self._leaving if seat.last_step > self._ended]
+        return retired
+
+    def _launch(self) -> bool:
+        """Plan and launch one step; False where no row has anything to compute."""
+        if not self._prefill and not self._decode:
+            return False
+        number = self._number
+        index = number % len(self._slots)
+        slot = self._slots[index]
+        drawn: list[Seat | None] = []
+        first: list[tuple[Ticket, int]] = []
+        n = n_decode = len(self._decode)
+        if n:
+            rows = [seat.ticket.row for seat in self._decode]
+            slot.seg_row[:n] = rows
+            slot.seg_start[:n] = [seat.computed for seat in self._decode]
+            slot.seg_len[:n] = 1
+            slot.seg_flags[:n] = SAMPLE
+            for seat in self._decode:
+                seat.computed += 1
+                seat.last_step = number
+            drawn.extend(self._decode)
+        grown: list[Seat] = []
+        n_prefill = 0
+        for seat, take in self._chunks(self._shapes.step_tokens - n):
+            flags = 0
+            if not seat.begun:
+                flags |= FIRST
+                seat.begun = True
+                first.append((seat.ticket, seat.computed))
+            end = seat.computed + take
+            if end == seat.prompt_len:
+                flags |= SAMPLE
+                grown.append(seat)
+            slot.seg_row[n] = seat.ticket.row
+            slot.seg_start[n] = seat.computed
+            slot.seg_len[n] = take
+            slot.seg_flags[n] = flags
+            seat.computed = end
+            seat.last_step = number
+            if seat.prefix is not None and end > seat.prefix.n_done:
+                seat.prefix.n_done = min(end, seat.prefix.n_tokens)
+            drawn.append(seat if flags & SAMPLE else None)
+            n_prefill += take
+            n += 1
+        if not n:
+            return False
+        slot.n_segs[0] = n
+        seq = self._engine.launch(index)
+        self._number += 1
+        if grown:
+            self._decode.extend(grown)
+            self._prefill = [seat for seat in self._prefill if seat.computed < seat.prompt_len]
+        self.counters.decode_tokens += n_decode
+        self.counters.prefill_tokens += n_prefill
+        self._flights.append(_Flight(seq, index, number, drawn, first, time.perf_counter_ns()))
+        return True
+
+    def _chunks(self, room: int) -> list[tuple[Seat, int]]:
+        """Share this step's prefill tokens among the prompts that wait, oldest first.
+
+        While rows decode, the budget grows with the rows and with the number of prompts that wait, so that one long
+        prompt stretches a step little and a burst is not held back; a prompt leaves half to those behind it. Prefixes are computed once: rows that share one
+        wait while the oldest computes it.
+        """
+        waiting: list[tuple[Seat, int]] = []
+        leading: set[int] = set()
+        for seat in self._prefill:
+            prefix = seat.prefix
+            goal = seat.prompt_len
+            if prefix is not None and seat.computed < prefix.n_tokens:
+                seat.computed = max(seat.computed, prefix.n_done)
+                if not prefix.ready:
+                    if id(prefix) in leading:
+                        continue
+                    leading.add(id(prefix))
+                    goal = prefix.n_tokens
+            waiting.append((seat, goal - seat.computed))
+        if not waiting:
+            return []
+        budget = room
+        if self._decode:
+            budget = min(room, max(self._chunk_tokens, 2 * len(self._decode)) * len(waiting))
+        taken = [0] * len(waiting)
+        for i, (_, left) in enumerate(waiting):  # at most half of what is left while others wait: short ones overtake
+            bound = budget if i + 1 == len(waiting) else (budget + 1) // 2
+            taken[i] = min(left, bound)
+            budget -= taken[i]
+        for i, (_, left) in enumerate(waiting):  # the rest to the oldest
+            take = min(left - taken[i], budget)
+            taken[i] += take
+            budget -= take
+        return [(seat, take) for (seat, _), take in zip(waiting, taken, strict=True) if take]
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step to end, drop the rows that it finished, publish."""
+        self._engine.wait(flight.seq)  # sync
+        self._ended = flight.number
+        elapsed = time.perf_counter_ns() - flight.launched_ns
+        self.counters.steps += 1
+        self.counters.step_ns += elapsed
+        self.counters.last_step_at = time.monotonic()
+        slot = self._slots[flight.slot]
+        n = len(flight.drawn)
+        tokens = slot.out_token[:n].tolist()
+        logprobs = slot.out_logprob[:n].tolist()
+        flags = slot.out_flags[:n].tolist()
+        keep = [i for i, seat in enumerate(flight.drawn) if seat is not None and not flags[i] & SKIPPED]
+        ended = [seat for i in keep if flags[i] & ENDED and (seat := flight.drawn[i]) is not None]
+        if ended:
+            self._leave(ended)
+            self._decode = [seat for seat in self._decode if not seat.gone]
+        result = StepResult(
+            [seat.ticket for i in keep if (seat := flight.drawn[i]) is not None],
+            [tokens[i] for i in keep],
+            [logprobs[i] for i in keep],
+            [flags[i] for i in keep],
+            flight.first,
+            self._retire(),
+            elapsed // 1_000,
+        )
+        self._publish(result)

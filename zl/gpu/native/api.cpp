@@ -1,0 +1,116 @@
+// The C entry points that are not packing. See api.h.
+#include "api.h"
+
+#include <new>
+
+#include "attention.hpp"
+#include "context.hpp"
+
+zl_context* zl_open(const zl_config* config, const zl_columns* columns, const zl_slot* slots) {
+    if (config->n_threads < 1 || config->n_threads > zl::kMaxThreads) return nullptr;
+    auto* c = new (std::nothrow) zl_context(*config, *columns, slots);
+    if (!c) return nullptr;
+    if (c->allocate()) return c;
+    delete c;
+    return nullptr;
+}
+
+int zl_start(zl_context* c) {
+    const int parts = 64;
+    zl::scatter(c->config.n_threads, parts, [=](int a, int b) {
+        c->pool.touch(c->pool.size / parts * a, c->pool.size / parts * b);
+    });
+    c->team.start();
+    return 1;
+}
+
+uint32_t zl_launch(zl_context* c, int slot) { return c->team.launch(slot); }
+
+int zl_wait(zl_context* c, uint32_t seq) {
+    c->team.wait(seq);
+    return c->status[seq % 8];
+}
+
+void zl_close(zl_context* c) { delete c; }
+
+int64_t zl_pool_bytes(const zl_config* config) {
+    zl::Sizes n(*config);
+    return (int64_t)n.layers * n.layer_elems * n.elem;
+}
+
+namespace {
+
+// Calls f(page, token on it, index into [n, kv_heads, head_dim], dimension, padded dimension).
+template <class T, class F>
+int each_element(zl_context* c, int layer, int row, int start, int count, F&& f) {
+    const zl::Sizes& n = c->n;
+    if (layer < 0 || layer >= n.layers || row < 0 || row >= n.rows || start < 0 || start + count > n.model_len) return 0;
+    c->team.settle(c->team.launched());
+    for (int i = 0; i < count; i++) {
+        const int pos = start + i, id = c->table(row)[pos / zl::kPage];
+        if (id < 0 || id >= n.pages) return 0;
+        for (int h = 0; h < n.kv_heads; h++)
+            for (int d = 0; d < n.head_dim; d++)
+                f(c->page<T>(layer, id, h), pos % zl::kPage, ((size_t)i * n.kv_heads + h) * n.head_dim + d, d,
+                  d < n.half ? d : n.half_pad + d - n.half);
+    }
+    return 1;
+}
+
+inline float widen(float x) { return x; }
+inline float widen(zl::bf16 x) { return zl::bf_to_float(x); }
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, zl::bf16* to) { *to = zl::float_to_bf(x); }
+
+template <class T>
+int read_kv(zl_context* c, int layer, int row, int start, int count, float* k, float* v) {
+    const int hp = c->n.head_pad;
+    return each_element<T>(c, layer, row, start, count, [=](T* page, int token, size_t at, int, int d) {
+        k[at] = widen(page[zl::k_at<T>(hp, d, token)]);
+        v[at] = widen(page[(size_t)zl::kPage * hp + zl::v_at<T>(d, token)]);
+    });
+}
+
+template <class T>
+int write_kv(zl_context* c, int layer, int row, int start, int count, const float* k, const float* v) {
+    const int hp = c->n.head_pad;
+    return each_element<T>(c, layer, row, start, count, [=](T* page, int token, size_t at, int dim, int d) {
+        if (token == 0 && dim == 0) memset(page, 0, (size_t)2 * zl::kPage * hp * sizeof(T));
+        narrow(k[at], page + zl::k_at<T>(hp, d, token));
+        narrow(v[at], page + (size_t)zl::kPage * hp + zl::v_at<T>(d, token));
+    });
+}
+
+}  // namespace
+
+int zl_read_kv(zl_context* c, int layer, int row, int start, int n, float* k, float* v) {
+    return c->config.is_bf16 ? read_kv<zl::bf16>(c, layer, row, start, n, k, v)
+                             : read_kv<float>(c, layer, row, start, n, k, v);
+}
+
+int zl_write_kv(zl_context* c, int layer, int row, int start, int n, const float* k, const float* v) {
+    return c->config.is_bf16 ? write_kv<zl::bf16>(c, layer, row, start, n, k, v)
+                             : write_kv<float>(c, layer, row, start, n, k, v);
+}
+
+int zl_logits(zl_context* c, int max_n, int32_t* seg, float* out) {
+    c->team.settle(c->team.launched());
+    const int count = (int)c->sampled.size() < max_n ? (int)c->sampled.size() : max_n;
+    for (int i = 0; i < count; i++) {
+        seg[i] = c->sampled[i];
+        memcpy(out + (size_t)i * c->n.vocab, c->logits + (size_t)i * c->n.logit_stride, (size_t)c->n.vocab * 4);
+    }
+    return count;
+}
+
+int zl_times(zl_context* c, double* out, int max_n) {
+    c->team.settle(c->team.launched());
+    for (int i = 0; i < zl::kTimes && i < max_n; i++) out[i] = c->times[i];
+    return zl::kTimes;
+}
+
+void zl_state(zl_context* c, int32_t** last_token, uint8_t** done, uint32_t** seen) {
+    *last_token = c->last_token;
+    *done = c->done;
+    *seen = c->seen;
+}

@@ -1,0 +1,80 @@
+// The C interface of the native step: plain structs of sizes and column addresses, filled by step.py.
+// Every array belongs to the caller and outlives the context; nothing is copied but the rope tables and the weights.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+struct zl_config {
+    int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, vocab;
+    int32_t max_rows, max_model_len, pages_per_row, n_pages, max_step_tokens;
+    int32_t n_threads, is_bf16, n_eos;
+    float rms_eps;
+    const int32_t* eos;
+};
+
+// RowColumns: [max_rows, ...], constant during a row's life.
+struct zl_columns {
+    const int32_t* prompt_ids;  // [max_rows, prompt_stride]
+    int64_t prompt_stride;
+    const int32_t* prompt_len;
+    const int32_t* max_new;
+    const int32_t* page_table;  // [max_rows, pages_per_row]
+    const float* temperature;
+    const float* top_p;
+    const float* penalty;
+    const uint64_t* seed;
+    const uint8_t* row_flags;
+};
+
+// StepSlot: inputs read at the step's start, outputs valid once zl_wait returned.
+struct zl_slot {
+    const int32_t* n_segs;
+    const int32_t* seg_row;
+    const int32_t* seg_start;
+    const int32_t* seg_len;
+    const uint8_t* seg_flags;
+    int32_t* out_token;
+    float* out_logprob;
+    uint8_t* out_flags;
+};
+
+enum zl_weight_name {
+    ZL_EMBED, ZL_NORM, ZL_HEAD,
+    ZL_ATTN_NORM, ZL_WQ, ZL_WK, ZL_WV, ZL_WO, ZL_MLP_NORM, ZL_GATE, ZL_UP, ZL_DOWN,
+    ZL_BQ, ZL_BK, ZL_BV, ZL_BO, ZL_BGATE, ZL_BUP, ZL_BDOWN,
+};
+
+enum zl_segment_flag { ZL_SAMPLE = 1, ZL_FIRST = 2 };
+enum zl_row_flag { ZL_IGNORE_EOS = 1, ZL_LOGPROBS = 2 };
+enum zl_out_flag { ZL_EOS = 1, ZL_LENGTH = 2, ZL_NUMERIC = 4, ZL_SKIPPED = 8 };
+// Status of a step: 0, or which rule of the slot was broken.
+enum zl_status { ZL_OK = 0, ZL_TOO_MANY_TOKENS = 1, ZL_BAD_SEGMENT = 2, ZL_BAD_PAGE = 3 };
+
+struct zl_context;
+
+// Opens a context with weights, pool and scratch allocated and no thread running; null when memory is refused.
+zl_context* zl_open(const zl_config*, const zl_columns*, const zl_slot* slots /*[2]*/);
+// Packs one tensor. Matrices: [rows, cols] row-major in the context's dtype; norms and biases: float32.
+int zl_weight(zl_context*, int name, int layer, const void* data, int64_t rows, int64_t cols);
+// cos, sin: float32 [n_pos, head_dim / 2].
+int zl_rope(zl_context*, const float* cos, const float* sin, int64_t n_pos);
+// Touches the pool and starts the workers.
+int zl_start(zl_context*);
+uint32_t zl_launch(zl_context*, int slot);
+// Blocks until step `seq` has ended; returns its zl_status.
+int zl_wait(zl_context*, uint32_t seq);
+void zl_close(zl_context*);
+
+int64_t zl_pool_bytes(const zl_config*);
+// Debugging and the fallback; only while no step is in flight. k, v: float32 [n, n_kv_heads, head_dim].
+int zl_read_kv(zl_context*, int layer, int row, int start, int n, float* k, float* v);
+int zl_write_kv(zl_context*, int layer, int row, int start, int n, const float* k, const float* v);
+// Logits of the last step's samples: returns the count, fills seg[i] and out[i * vocab ...] up to max_n rows.
+int zl_logits(zl_context*, int max_n, int32_t* seg, float* out);
+// Times of the last step in microseconds, by zl_stage; returns how many there are.
+int zl_times(zl_context*, double* out, int max_n);
+// Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, (vocab + 31) / 32].
+void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen);
+}

@@ -1,0 +1,231 @@
+// The stages of a step in order, for one element type. Included by one translation unit a type.
+#pragma once
+#include "attention.hpp"
+#include "context.hpp"
+#include "gemm.hpp"
+#include "rows.hpp"
+
+namespace zl {
+
+template <class T>
+struct Forward {
+    zl_context& c;
+    Worker& w;
+    Clock clock;
+    const Sizes& n;
+    const Plan& p;
+    const int m;  // tokens of the step
+
+    Forward(zl_context& ctx, Worker& worker)
+        : c(ctx), w(worker), clock(ctx, worker), n(ctx.n), p(ctx.at), m((int)ctx.at.pos.size()) {}
+
+    T* kv_row(void* base, int token, int heads, int head) const {
+        return (T*)base + ((size_t)token * heads + head) * n.head_pad;
+    }
+
+    void embed() {
+        w.run(m, 4, [&](int a, int b, int) {
+            for (int i = a; i < b; i++) {
+                const Segment& s = p.segs[p.seg_of[i]];
+                const int pos = p.pos[i];
+                const bool in_prompt = pos < c.columns.prompt_len[s.row];
+                int id = in_prompt ? c.columns.prompt_ids[s.row * c.columns.prompt_stride + pos] : c.last_token[s.row];
+                if (id < 0 || id >= n.vocab) id = 0;  // an id that slipped through must not read foreign memory
+                embed_row((const T*)c.embed, id, n.hidden_pad, c.x + (size_t)i * n.hidden_pad);
+            }
+        });
+        // A row's first step: the exact set of its prompt's tokens.
+        w.run((int)p.segs.size(), 1, [&](int a, int b, int) {
+            for (int i = a; i < b; i++)
+                if (p.segs[i].first) mark_prompt(p.segs[i].row);
+        });
+        clock.mark(kEmbed);
+    }
+
+    void mark_prompt(int row) {
+        uint32_t* seen = c.seen + (size_t)row * n.seen_words;
+        memset(seen, 0, (size_t)n.seen_words * 4);
+        const int32_t* ids = c.columns.prompt_ids + row * c.columns.prompt_stride;
+        for (int i = 0; i < c.columns.prompt_len[row]; i++)
+            if (ids[i] >= 0 && ids[i] < n.vocab) seen[ids[i] >> 5] |= 1u << (ids[i] & 31);
+    }
+
+    void norm(const float* weight, TimeOf stage) {
+        w.run(m, 4, [&](int a, int b, int) {
+            for (int i = a; i < b; i++)
+                norm_row(c.x + (size_t)i * n.hidden_pad, weight, n.hidden, n.hidden_pad, c.config.rms_eps,
+                         (T*)c.act_hidden, i);
+        });
+        clock.mark(stage);
+    }
+
+    // One matrix over all rows; done as in gemm.
+    template <class F>
+    void multiply(const void* a, int rows, int kt, const void* b, int blocks, TimeOf stage, F&& done) {
+        use_tiles(rows < 16 ? rows : 16);
+        w.run(blocks, 1, [&](int lo, int hi, int) { gemm((const T*)a, rows, kt, (const T*)b, lo, hi, done); });
+        clock.mark(stage);
+    }
+
+    void qkv(const Layer& l) {
+        const int per = n.head_pad / 32, k0 = n.heads, v0 = n.heads + n.kv_heads;
+        multiply(c.act_hidden, m, n.kt_hidden, l.wqkv, n.nb_qkv, kQkv, [&](int m0, int rows, int nb, const float* out) {
+            const int head = nb / per, at = nb % per * 16;
+            const float* bias = l.bqkv ? l.bqkv + (size_t)nb * 32 : nullptr;
+            for (int i = 0; i < rows; i++) {
+                const int token = m0 + i;
+                V16 lo = vload(out + i * 32), hi = vload(out + i * 32 + 16);
+                if (bias) {
+                    lo = vadd(lo, vload(bias));
+                    hi = vadd(hi, vload(bias + 16));
+                }
+                T* to;
+                if (head < v0) {
+                    const size_t r = (size_t)p.pos[token] * n.half_pad + at;
+                    rotate(lo, hi, vload(c.cos + r), vload(c.sin + r));
+                    to = head < k0 ? kv_row(c.q, token, n.heads, head) : kv_row(c.k, token, n.kv_heads, head - k0);
+                } else {
+                    to = kv_row(c.v, token, n.kv_heads, head - v0);
+                }
+                vstore_from_float(to + at, lo);
+                vstore_from_float(to + n.half_pad + at, hi);
+            }
+        });
+    }
+
+    void attend(int layer) {
+        Ahead<T> ahead{&c, 0, 0, 0, 0, 0, 0, p.decodes.data()};
+        Attention<T> part(c, layer, c.attn_scratch[w.index], nullptr);
+        const int kvh = n.kv_heads;
+        w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
+            for (int i = a; i < b; i++) part.fill(p.segs[p.fills[i / kvh].first], p.fills[i / kvh].second, i % kvh);
+        });
+        clock.mark(kInsert);
+        if (!p.tiles.empty()) use_tiles(16);
+        w.run((int)p.tiles.size() * kvh, 1, [&](int a, int b, int) {
+            for (int i = a; i < b; i++) part.tile(p.segs[p.tiles[i / kvh].first], i % kvh, p.tiles[i / kvh].second);
+        });
+        if (!p.decodes.empty()) use_tiles(n.group);
+        Attention<T> single(c, layer, c.attn_scratch[w.index], &ahead);
+        int expected = -1;
+        w.run((int)p.decodes.size() * kvh, kvh, [&](int a, int b, int limit) {
+            if (a != expected) {
+                ahead.start(layer, a, limit);
+                for (int i = 0; i < 8; i++) ahead.next();
+            }
+            expected = b;
+            for (int i = a; i < b; i++) single.decode(p.segs[p.decodes[i / kvh]], i % kvh);
+        });
+        clock.mark(kAttention);
+    }
+
+    // x += act . matrix (+ bias).
+    void add_product(const void* act, int kt, const void* matrix, const float* bias, TimeOf stage) {
+        multiply(act, m, kt, matrix, n.nb_hidden, stage, [&](int m0, int rows, int nb, const float* out) {
+            for (int i = 0; i < rows; i++) {
+                float* x = c.x + (size_t)(m0 + i) * n.hidden_pad + nb * 32;
+                V16 lo = vload(out + i * 32), hi = vload(out + i * 32 + 16);
+                if (bias) {
+                    lo = vadd(lo, vload(bias + nb * 32));
+                    hi = vadd(hi, vload(bias + nb * 32 + 16));
+                }
+                vstore(x, vadd(vload(x), lo));
+                vstore(x + 16, vadd(vload(x + 16), hi));
+            }
+        });
+    }
+
+    // Each block holds 16 columns of the gate and the same 16 of up.
+    void gate_up(const Layer& l) {
+        multiply(c.act_hidden, m, n.kt_hidden, l.wgu, n.nb_gate_up, kGateUp,
+                 [&](int m0, int rows, int nb, const float* out) {
+                     for (int i = 0; i < rows; i++) {
+                         V16 g = vload(out + i * 32), u = vload(out + i * 32 + 16);
+                         if (l.bgu) {
+                             g = vadd(g, vload(l.bgu + nb * 32));
+                             u = vadd(u, vload(l.bgu + nb * 32 + 16));
+                         }
+                         put_half((T*)c.act_ffn, n.kt_ffn, m0 + i, nb, vmul(vsilu(g), u));
+                     }
+                 });
+    }
+
+    void head() {
+        const int count = (int)p.samples.size();
+        w.run(count, 4, [&](int a, int b, int) {
+            for (int i = a; i < b; i++) {
+                const Segment& s = p.segs[p.samples[i]];
+                norm_row(c.x + (size_t)(s.token0 + s.len - 1) * n.hidden_pad, c.norm, n.hidden, n.hidden_pad,
+                         c.config.rms_eps, (T*)c.act_hidden, i);
+            }
+        });
+        clock.mark(kFinalNorm);
+        if (count)
+            multiply(c.act_hidden, count, n.kt_hidden, c.head, n.nb_vocab, kHead,
+                     [&](int m0, int rows, int nb, const float* out) {
+                         for (int i = 0; i < rows; i++) {
+                             float* to = c.logits + (size_t)(m0 + i) * n.logit_stride + nb * 32;
+                             vstore(to, vload(out + i * 32));
+                             vstore(to + 16, vload(out + i * 32 + 16));
+                         }
+                     });
+    }
+
+    void sample() {
+        Drawer& drawer = *c.drawers[w.index];
+        w.run((int)p.samples.size(), 1, [&](int a, int b, int) {
+            for (int i = a; i < b; i++) draw(drawer, i);
+        });
+        clock.mark(kSample);
+    }
+
+    void draw(Drawer& drawer, int i) {
+        const Segment& s = p.segs[p.samples[i]];
+        const zl_columns& col = c.columns;
+        const int row = s.row, made = s.start + s.len - col.prompt_len[row];  // tokens generated before this one
+        uint32_t* seen = c.seen + (size_t)row * n.seen_words;
+        DrawRequest r{c.logits + (size_t)i * n.logit_stride, n.vocab, seen, col.temperature[row], col.top_p[row],
+                      col.penalty[row], col.seed[row], (uint32_t)made, (col.row_flags[row] & ZL_LOGPROBS) != 0};
+        int32_t token = -1;
+        float logprob = 0;
+        uint8_t flags = 0;
+        drawer.draw(r, &token, &logprob, &flags);
+        if (flags & ZL_NUMERIC) {
+            token = -1;
+            logprob = 0;
+        } else {
+            c.last_token[row] = token;
+            seen[token >> 5] |= 1u << (token & 31);
+            if (!(col.row_flags[row] & ZL_IGNORE_EOS))
+                for (int32_t e : c.eos)
+                    if (e == token) flags |= ZL_EOS;
+            if (made + 1 >= col.max_new[row]) flags |= ZL_LENGTH;
+        }
+        if (flags & (ZL_EOS | ZL_LENGTH | ZL_NUMERIC)) c.done[row] = 1;
+        p.slot->out_token[s.slot_index] = token;
+        p.slot->out_logprob[s.slot_index] = logprob;
+        p.slot->out_flags[s.slot_index] = flags;
+    }
+
+    void run() {
+        if (m > 0) {
+            embed();
+            for (int l = 0; l < n.layers; l++) {
+                const Layer& layer = c.layers[l];
+                norm(layer.attn_norm, kNorm);
+                qkv(layer);
+                attend(l);
+                add_product(c.act_attn, n.kt_attn, layer.wo, layer.bo, kOut);
+                norm(layer.mlp_norm, kMlpNorm);
+                gate_up(layer);
+                add_product(c.act_ffn, n.kt_ffn, layer.wdown, layer.bdown, kDown);
+            }
+            head();
+            sample();
+            drop_tiles();
+        }
+        if (w.index == 0) c.times[kTotal] = now_us() - c.times[kTotal];
+    }
+};
+
+}  // namespace zl

@@ -1,0 +1,45 @@
+// An arena of anonymous huge-page memory handed out once, in order.
+#pragma once
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace zl {
+
+struct Arena {
+    char* base = nullptr;
+    size_t size = 0, used = 0;
+
+    bool open(size_t bytes) {
+        constexpr size_t huge = (size_t)2 << 20;
+        size = (bytes + 2 * huge - 1) / huge * huge;  // one spare huge page: prefetches may run past the end
+        void* p = mmap(nullptr, size + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) return false;
+        map_ = p;
+        mapped_ = size + huge;
+        base = (char*)(((uintptr_t)p + huge - 1) / huge * huge);
+        madvise(base, size, MADV_HUGEPAGE);
+        return true;
+    }
+    // Takes `bytes`, aligned to a cache line; the caller has counted the total with `room`.
+    template <class T = void>
+    T* take(size_t bytes) {
+        T* p = (T*)(base + used);
+        used += room(bytes);
+        return p;
+    }
+    static size_t room(size_t bytes) { return (bytes + 63) / 64 * 64; }
+    void touch(size_t begin, size_t end) { memset(base + begin, 0, end - begin); }
+    void close() {
+        if (map_) munmap(map_, mapped_);
+        map_ = nullptr;
+    }
+
+  private:
+    void* map_ = nullptr;
+    size_t mapped_ = 0;
+};
+
+}  // namespace zl

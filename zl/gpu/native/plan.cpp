@@ -1,0 +1,75 @@
+// The serial head of a step: which segments run, where their tokens lie, what the attention stage will do.
+#include "context.hpp"
+
+namespace zl {
+
+static bool valid(const zl_context& c, const Segment& s) {
+    return s.row >= 0 && s.row < c.n.rows && s.len > 0 && s.start >= 0 && s.start + s.len <= c.n.model_len;
+}
+
+// Every page that the segment reads or writes must be one of the pool's.
+static bool has_pages(const zl_context& c, const Segment& s) {
+    const int32_t* table = c.table(s.row);
+    for (int p = 0; p * kPage < s.start + s.len; p++)
+        if (p >= c.n.table_width || table[p] < 0 || table[p] >= c.n.pages) return false;
+    return true;
+}
+
+static void add_segment(zl_context& c, const Segment& s) {
+    Plan& p = c.at;
+    const int id = (int)p.segs.size();
+    p.segs.push_back(s);
+    for (int i = 0; i < s.len; i++) {
+        p.pos.push_back(s.start + i);
+        p.seg_of.push_back(id);
+    }
+    if (s.sample) p.samples.push_back(id);
+    if (s.len == 1 && c.n.group <= 16) {
+        p.decodes.push_back(id);
+        return;
+    }
+    for (int page = s.start / kPage; page * kPage < s.start + s.len; page++) p.fills.emplace_back(id, page);
+    for (int r = 0; r < s.len * c.n.group; r += 16) p.tiles.emplace_back(id, r);
+}
+
+}  // namespace zl
+
+void zl_context::plan(int slot) {
+    const double begun = zl::now_us();
+    zl::Plan& p = at;
+    for (double& t : times) t = 0;
+    p.slot = &slots[slot];
+    p.status = ZL_OK;
+    p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
+    p.samples.clear();
+    sampled.clear();
+    const zl_slot& in = *p.slot;
+    const int count = in.n_segs[0];
+    if (count < 0 || count > n.rows) p.status = ZL_BAD_SEGMENT;
+    for (int s = 0; s < count && p.status == ZL_OK; s++) {
+        zl::Segment g{s, in.seg_row[s], in.seg_start[s], in.seg_len[s], (int)p.pos.size(),
+                      (in.seg_flags[s] & ZL_SAMPLE) != 0, (in.seg_flags[s] & ZL_FIRST) != 0};
+        in.out_flags[s] = 0;
+        in.out_token[s] = -1;
+        in.out_logprob[s] = 0;
+        if (!zl::valid(*this, g)) {
+            p.status = ZL_BAD_SEGMENT;
+        } else if (g.first) {
+            done[g.row] = 0;
+        } else if (done[g.row]) {
+            in.out_flags[s] = ZL_SKIPPED;
+            continue;
+        }
+        if (p.status == ZL_OK && g.token0 + g.len > n.tokens) p.status = ZL_TOO_MANY_TOKENS;
+        if (p.status == ZL_OK && !zl::has_pages(*this, g)) p.status = ZL_BAD_PAGE;
+        if (p.status == ZL_OK) zl::add_segment(*this, g);
+    }
+    if (p.status != ZL_OK) {  // a broken slot computes nothing at all
+        p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
+        p.samples.clear();
+    }
+    status[++planned % 8] = p.status;
+    for (int id : p.samples) sampled.push_back(p.segs[id].slot_index);
+    times[zl::kPlan] = zl::now_us() - begun;
+    times[zl::kTotal] = begun;  // the start; `work` turns it into a length
+}

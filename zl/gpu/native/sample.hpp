@@ -1,0 +1,48 @@
+// The sampler's C interface, and the counter-based draw that it uses.
+// One source, compiled once for each instruction level: with -DZL_LEVEL=avx512 (or avx2, scalar, ...) every symbol gets
+// that suffix, so that several levels live in one library; without it the plain names remain.
+#pragma once
+#include <stdint.h>
+
+#ifdef ZL_LEVEL
+#define ZL_SYM_(name, level) name##_##level
+#define ZL_SYM(name, level) ZL_SYM_(name, level)
+#define zl_sample_scratch_new ZL_SYM(zl_sample_scratch_new, ZL_LEVEL)
+#define zl_sample_scratch_free ZL_SYM(zl_sample_scratch_free, ZL_LEVEL)
+#define zl_sample_row ZL_SYM(zl_sample_row, ZL_LEVEL)
+#define zl_sample_kept ZL_SYM(zl_sample_kept, ZL_LEVEL)
+#define zl_seen_add ZL_SYM(zl_seen_add, ZL_LEVEL)
+#define zl_seen_build ZL_SYM(zl_seen_build, ZL_LEVEL)
+#define zl_sample_uniform ZL_SYM(zl_sample_uniform, ZL_LEVEL)
+#endif
+
+extern "C" {
+
+struct zl_sample_scratch;
+
+// Scratch of one thread for rows of `vocab` logits; null when memory is refused. Nothing else allocates.
+zl_sample_scratch* zl_sample_scratch_new(int vocab);
+void zl_sample_scratch_free(zl_sample_scratch*);
+
+// Draws one row's token: penalty, temperature (0: greedy, lowest id among equals), top-p, inverse CDF in id order.
+//   logits   float32 [vocab], read only; -inf masks a token
+//   seen     bitmap of ceil(vocab / 32) words, bit id % 32 of word id / 32; null: no token was seen
+//   index    the token's place in the answer; the draw is a function of (seed, index)
+//   token    the id, or -1
+//   logprob  log-softmax of `logits` at the token when want_logprob, else 0
+//   flags    0, or 4 (NUMERIC): a NaN, a +inf, or nothing but -inf; nothing is drawn then
+void zl_sample_row(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,
+                   uint64_t seed, uint32_t index, zl_sample_scratch* scratch, int32_t* token, float* logprob,
+                   uint8_t* flags, int want_logprob);
+
+// For tests: writes 1 where top-p keeps a token, else 0, by the same search; returns the count, or -1 for NUMERIC.
+int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,
+                   zl_sample_scratch* scratch, uint8_t* kept);
+
+void zl_seen_add(uint32_t* seen, int32_t id);
+// Clears the bitmap of `vocab` tokens and adds n ids; ids outside the vocabulary are left out.
+void zl_seen_build(uint32_t* seen, int vocab, const int32_t* ids, int n);
+
+// The draw itself, in [0, 1): Philox4x32-10, key (seed low, seed high), counter (index, 0, 0, 0), top 24 bits of word 0.
+float zl_sample_uniform(uint64_t seed, uint32_t index);
+}

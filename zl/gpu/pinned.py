@@ -1,0 +1,82 @@
+"""Columns: the fixed host buffers that the event loop, the engine and the programs share.
+
+State: the arrays themselves, each with exactly one writing thread (named below). Allocated once, before READY.
+Refuses asyncio, net and rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from zl.shapes import Shapes
+
+IGNORE_EOS = 1
+LOGPROBS = 2
+
+SAMPLE = 1
+FIRST = 2
+
+EOS = 1
+LENGTH = 2
+NUMERIC = 4
+SKIPPED = 8
+
+Allocate = Callable[[tuple[int, ...], type], np.ndarray]
+
+
+def plain_allocate(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Allocate an ordinary zeroed array: the CPU device's kind of pinned memory."""
+    return np.zeros(shape, dtype)
+
+
+class RowColumns:
+    """What a row's steps read; written by the event-loop thread before the row is seated, constant during its life.
+
+    prompt_ids   int32 [max_rows, max_model_len]
+    prompt_len   int32 [max_rows], tokens
+    max_new      int32 [max_rows], most tokens the answer may have
+    page_table   int32 [max_rows, pages_per_row]; -1 where unused
+    temperature, top_p, penalty   float32 [max_rows]
+    seed         uint64 [max_rows]
+    row_flags    uint8 [max_rows]: IGNORE_EOS, LOGPROBS
+    """
+
+    def __init__(self, shapes: Shapes, allocate: Allocate = plain_allocate):
+        n = shapes.max_rows
+        self.prompt_ids = allocate((n, shapes.max_model_len), np.int32)
+        self.prompt_len = allocate((n,), np.int32)
+        self.max_new = allocate((n,), np.int32)
+        self.page_table = allocate((n, shapes.pages_per_row), np.int32)
+        self.page_table.fill(-1)
+        self.temperature = allocate((n,), np.float32)
+        self.top_p = allocate((n,), np.float32)
+        self.penalty = allocate((n,), np.float32)
+        self.seed = allocate((n,), np.uint64)
+        self.row_flags = allocate((n,), np.uint8)
+
+
+class StepSlot:
+    """One step's plan and results. The engine thread writes the plan while no step in flight reads the slot.
+
+    n_segs       int32 [1], segments in this step, at most one a row
+    seg_row      int32 [max_rows]
+    seg_start    int32 [max_rows], position of the first token computed
+    seg_len      int32 [max_rows], tokens
+    seg_flags    uint8 [max_rows]: SAMPLE (the last position yields a token), FIRST (the row's first segment)
+    out_token    int32 [max_rows], written by the program, as are
+    out_logprob  float32 [max_rows]
+    out_flags    uint8 [max_rows]: EOS, LENGTH, NUMERIC, SKIPPED
+    """
+
+    def __init__(self, shapes: Shapes, allocate: Allocate = plain_allocate):
+        n = shapes.max_rows
+        self.n_segs = allocate((1,), np.int32)
+        self.seg_row = allocate((n,), np.int32)
+        self.seg_start = allocate((n,), np.int32)
+        self.seg_len = allocate((n,), np.int32)
+        self.seg_flags = allocate((n,), np.uint8)
+        self.out_token = allocate((n,), np.int32)
+        self.out_logprob = allocate((n,), np.float32)
+        self.out_flags = allocate((n,), np.uint8)

@@ -1,0 +1,104 @@
+"""Cut a byte stream into frames and put payloads into frames (WIRE.md): bytes in, events out.
+
+State: the bytes of the one frame that a `FrameDecoder` has begun. The server's hot path keeps that state in its berth
+and uses only `payload_length`. Refuses asyncio, protobuf and torch, so that every tool can use it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zl.errors import FrameError
+from zl.shapes import HEADER_BYTES, MAX_FRAME
+
+PING = bytes(HEADER_BYTES)
+"""The whole frame of a ping: a length of zero and nothing after it."""
+
+
+class Ping(NamedTuple):
+    """A frame without payload arrived."""
+
+
+class Payload(NamedTuple):
+    """A frame with a payload arrived."""
+
+    data: bytes
+
+
+FrameEvent = Ping | Payload | FrameError
+
+
+def frame(payload: bytes) -> bytes:
+    """Put one payload into a frame; an empty one makes a ping."""
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+
+
+def payload_length(header: bytes | bytearray | memoryview, max_frame: int = MAX_FRAME) -> int:
+    """Read a header of exactly HEADER_BYTES bytes; 0 is a ping.
+
+    Raises  FrameError: the length is over `max_frame`
+    """
+    length = int.from_bytes(header, "big")
+    if length > max_frame:
+        raise FrameError(f"frame length {length} is over the limit of {max_frame} bytes; is this a zl client?")
+    return length
+
+
+def cut_short(n_received: int, n_expected: int) -> FrameError:
+    """Describe a stream that ended inside a frame; counts are of the header or of the payload, in bytes."""
+    return FrameError(f"the stream ended inside a frame: {n_received} of {n_expected} bytes arrived")
+
+
+class FrameDecoder:
+    """Turn chunks of any size into frame events; for clients and tools, which may copy.
+
+    A FrameError is the last event: what follows a broken frame has no meaning and is ignored.
+    """
+
+    __slots__ = ("_held", "_max_frame", "failed")
+
+    def __init__(self, max_frame: int = MAX_FRAME):
+        self._max_frame = max_frame
+        self._held = bytearray()  # less than one whole frame
+        self.failed = False
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[FrameEvent]:
+        """Take the next bytes of the stream and return the frames that they complete, in order."""
+        events: list[FrameEvent] = []
+        if self.failed:
+            return events
+        if not self._held:
+            at = self._cut(data, events)
+            self._held += data[at:]
+        else:
+            self._held += data
+            del self._held[: self._cut(self._held, events)]
+        return events
+
+    def _cut(self, data: bytes | bytearray | memoryview, events: list[FrameEvent]) -> int:
+        """Append the whole frames at the start of `data` to `events`; return how many bytes they took."""
+        at, end = 0, len(data)
+        with memoryview(data) as view:
+            while end - at >= HEADER_BYTES:
+                body = at + HEADER_BYTES
+                try:
+                    length = payload_length(view[at:body], self._max_frame)
+                except FrameError as error:
+                    self.failed = True
+                    events.append(error)
+                    return end
+                if body + length > end:
+                    break
+                events.append(Payload(bytes(view[body : body + length])) if length else Ping())
+                at = body + length
+        return at
+
+    def eof(self) -> FrameError | None:
+        """Say what is wrong with a stream that ends here: None between frames."""
+        held = self._held
+        if not held:
+            return None
+        self.failed = True
+        if len(held) < HEADER_BYTES:
+            return cut_short(len(held), HEADER_BYTES)
+        return cut_short(len(held) - HEADER_BYTES, int.from_bytes(held[:HEADER_BYTES], "big"))

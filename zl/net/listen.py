@@ -1,0 +1,240 @@
+"""Open the sockets that peers connect to: TCP, Unix, TLS on TCP, and sockets handed over by systemd.
+
+State: the servers of one `Listeners`. Every failure is one line that names the address and what to do. Refuses gpu and
+dispatch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import stat
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zl.address import Address, TcpAddress, UnixAddress
+from zl.errors import ConfigError, ZlError
+
+BACKLOG = 4_096
+"""Connections that may wait to be accepted; the kernel cuts it to net.core.somaxconn, 4096 since Linux 5.4."""
+
+FIRST_SYSTEMD_FD = 3  # SD_LISTEN_FDS_START, sd_listen_fds(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A listening socket. `owned_path`: the Unix socket file that we made and remove again."""
+
+    sock: socket.socket
+    name: str
+    owned_path: str = ""
+
+
+def bind(address: Address) -> Bound:
+    """Bind one address and listen on it.
+
+    Raises  ConfigError: the host does not exist
+            ZlError: in use, not permitted, or refused by the system for another reason
+    """
+    return _bind_tcp(address) if isinstance(address, TcpAddress) else _bind_unix(address)
+
+
+def bind_all(addresses: Iterable[Address]) -> list[Bound]:
+    """Bind several addresses, or none: when one fails, those before it are closed. Raises as `bind` does."""
+    bounds: list[Bound] = []
+    try:
+        for address in addresses:
+            bounds.append(bind(address))
+    except BaseException:
+        for bound in bounds:
+            unbind(bound)
+        raise
+    return bounds
+
+
+def unbind(bound: Bound) -> None:
+    """Close a listening socket and remove the file that we made for it, if it still is that file."""
+    bound.sock.close()
+    if bound.owned_path:
+        with contextlib.suppress(OSError):
+            os.unlink(bound.owned_path)
+
+
+def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
+    """Take over the sockets that systemd passes, sd_listen_fds(3); none where they are not meant for this process.
+
+    environ  LISTEN_PID, LISTEN_FDS and, for the names, LISTEN_FDNAMES
+    Raises   ConfigError: the variables or the descriptors make no sense
+    """
+    if not environ.get("LISTEN_FDS") or environ.get("LISTEN_PID") != str(pid):
+        return []
+    count = environ["LISTEN_FDS"]
+    if not (count.isascii() and count.isdigit()):
+        raise ConfigError(f"LISTEN_FDS={count!r} is no number: start zl from a systemd socket unit, or unset it")
+    names = environ.get("LISTEN_FDNAMES", "").split(":")
+    bounds: list[Bound] = []
+    for i in range(int(count)):
+        fd = FIRST_SYSTEMD_FD + i
+        name = names[i] if i < len(names) and names[i] else f"fd {fd}"
+        try:
+            sock = socket.socket(fileno=fd)
+            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise ConfigError(f"systemd socket {name}: descriptor {fd} is no socket ({error.strerror})") from None
+        if not listening or sock.type != socket.SOCK_STREAM:
+            sock.detach()
+            raise ConfigError(f"systemd socket {name}: not a listening stream; use ListenStream= and Accept=no")
+        os.set_inheritable(fd, False)
+        sock.setblocking(False)
+        _no_delay(sock)
+        bounds.append(Bound(sock, f"systemd:{name}"))
+    return bounds
+
+
+def tls_context(certificate: str, key: str) -> ssl.SSLContext:
+    """Load a PEM certificate chain and its key.
+
+    Raises  ConfigError: a file is missing or not what it should be
+    """
+    for path in (certificate, key):
+        if not os.path.isfile(path):
+            raise ConfigError(f"TLS: {path!r} is no file; give a PEM certificate chain and its PEM key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"TLS: certificate {certificate!r} with key {key!r} cannot be used: {error}") from None
+    return context
+
+
+class Listeners:
+    """The servers that accept peers; made by `listen`."""
+
+    def __init__(self, servers: list[asyncio.AbstractServer], bounds: list[Bound]):
+        self._servers = servers
+        self._bounds = bounds
+
+    @property
+    def names(self) -> list[str]:
+        """Name the addresses, with the ports that the system picked where 0 was asked for."""
+        return [bound.name for bound in self._bounds]
+
+    def close(self) -> None:
+        """Accept no more; connections that exist live on."""
+        for server in self._servers:
+            server.close()
+        for bound in self._bounds:
+            unbind(bound)
+        self._servers.clear()
+
+
+async def listen(
+    bounds: list[Bound],
+    factory: Callable[[], asyncio.BaseProtocol],
+    *,
+    tls: ssl.SSLContext | None = None,
+) -> Listeners:
+    """Accept peers on bound sockets; `tls` is for all but Unix sockets, whose peers are on this machine."""
+    loop = asyncio.get_running_loop()
+    servers: list[asyncio.AbstractServer] = []
+    for bound in bounds:
+        if bound.sock.family == socket.AF_UNIX:
+            # The file is removed by `unbind` alone, which knows whether it is ours; since 3.13 loops would do it too.
+            keep: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+            server = await loop.create_unix_server(factory, sock=bound.sock, backlog=BACKLOG, **keep)
+        else:
+            server = await loop.create_server(factory, sock=bound.sock, backlog=BACKLOG, ssl=tls)
+        servers.append(server)
+    return Listeners(servers, bounds)
+
+
+def _bind_tcp(address: TcpAddress) -> Bound:
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{address}: host {address.host!r} is not known here ({error}); 0.0.0.0 or [::] means every interface"
+        ) from None
+    family, kind, proto, _, where = found[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] and 0.0.0.0 can stand side by side
+        _no_delay(sock)
+        sock.setblocking(False)
+        sock.bind(where)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(address, error) from None
+    return Bound(sock, str(TcpAddress(address.host, sock.getsockname()[1])))
+
+
+def _bind_unix(address: UnixAddress) -> Bound:
+    _remove_stale(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.bind(address.path)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(address, error) from None
+    return Bound(sock, str(address), address.path)
+
+
+def _remove_stale(address: UnixAddress) -> None:
+    """Remove a socket file that a server left behind; one that is answered, or no socket, stays."""
+    try:
+        mode = os.lstat(address.path).st_mode
+    except OSError:
+        return  # nothing there, or bind will say what is wrong
+    if not stat.S_ISSOCK(mode):
+        raise ZlError(f"{address}: there is a file in the way that is no socket; remove it or take another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog answers EAGAIN at once instead of keeping us
+        try:
+            probe.connect(address.path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    os.unlink(address.path)
+                except PermissionError as error:
+                    raise _cannot_listen(address, error) from None
+            return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise _cannot_listen(address, error) from None
+    raise _cannot_listen(address, OSError(errno.EADDRINUSE, "answered"))
+
+
+def _cannot_listen(address: Address, error: OSError) -> ZlError:
+    tcp = isinstance(address, TcpAddress)
+    if error.errno == errno.EADDRINUSE:
+        what = "port" if tcp else "path"
+        return ZlError(f"{address}: already in use; stop the server that has it, or listen on another {what}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "ports below 1024 need a privilege, take a higher one" if tcp else "take a path you may write to"
+        return ZlError(f"{address}: permission denied; {remedy}")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ZlError(f"{address}: this machine has no such address; 127.0.0.1 is local, 0.0.0.0 every interface")
+    if error.errno == errno.ENOENT and not tcp:
+        return ZlError(f"{address}: its folder does not exist; make it, or take another path")
+    return ZlError(f"{address}: cannot listen: {error.strerror or error}")
+
+
+def _no_delay(sock: socket.socket) -> None:
+    # Accepted sockets inherit it on Linux. A small frame must not wait for the acknowledgement of the one before.
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

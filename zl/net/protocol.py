@@ -1,0 +1,365 @@
+"""Move bytes between one socket and its conversation: header, then payload straight into a berth; joined writes out.
+
+State: of each connection, the frame on its way in and the frames waiting to go out. What the bytes mean is decided in
+`session`; what requests mean, in the application handed in. Refuses torch, text and dispatch.
+
+Only `asyncio.BufferedProtocol` is subclassed: a class that is an `asyncio.Protocol` too would silently take uvloop's
+copying path. A view that is lent is never empty (it would kill the connection): without a berth, reading is paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from zl.errors import FrameError, RequestError
+from zl.net import codec
+from zl.net.frames import PING, cut_short, payload_length
+from zl.net.hangup import HangupWatch
+from zl.net.host import Application, Berth, Berths, Limits, NetCounters
+from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Submit
+from zl.shapes import HEADER_BYTES
+
+SCRATCH_BYTES = 65_536
+
+# Why reading is paused; it resumes when no reason is left.
+_NO_BERTH = 1
+_PEER_NOT_READING = 2
+
+
+class Net:
+    """What all connections of one server share; made by the composition root, which calls `close` at the end."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        app: Application,
+        arena: Berths,
+        limits: Limits | None = None,
+        counters: NetCounters | None = None,
+        auth_token: bytes | None = None,
+    ):
+        self.loop = loop
+        self.app = app
+        self.arena = arena
+        self.limits = limits or Limits()
+        self.counters = counters or NetCounters()
+        self.auth_token = auth_token
+        self.connections: set[Connection] = set()
+        self.hangups = HangupWatch(loop)
+        # Where bytes land that nobody will read: all connections may scribble on it at once.
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+
+    def connection(self) -> Connection:
+        """Make the protocol of a new connection: the factory that a listener calls."""
+        return Connection(self)
+
+    def close_connections(self) -> None:
+        """End every conversation after what has been queued for it, cancelling what is still in flight."""
+        for conn in list(self.connections):
+            conn.close()
+
+    def close(self) -> None:
+        """Give up the watch; after every connection is gone."""
+        self.hangups.close()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One peer's socket. The application calls `queue`, `finished` and `flush`; asyncio calls the rest."""
+
+    def __init__(self, net: Net):
+        self._net = net
+        self._app = net.app
+        self._counters = net.counters
+        self._session = Session(net.auth_token)
+        self._transport: asyncio.Transport | None = None
+        self._fd = -1
+        self._tls = False
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._target = self._header  # where the next bytes go, never empty
+        self._got = 0  # bytes of the current header or payload
+        self._want = HEADER_BYTES
+        self._berth: Berth | None = None
+        self._begun_at = 0.0  # loop time at which the frame on its way in began
+        self._frame_timer: asyncio.TimerHandle | None = None
+        self._pauses = 0
+        self._peer_done = False  # nothing more will be read
+        self._app_told = False
+        self._out: list[bytes] = []
+        self._flush_due = False
+        self._linger: asyncio.TimerHandle | None = None
+
+    # -- for the application -----------------------------------------------------------------------------------------
+
+    def queue(self, data: bytes) -> None:
+        """Put one whole frame in line; `flush` sends. A connection that has ended takes nothing, in silence."""
+        if not self._session.ended:
+            self._put(data)
+
+    def finished(self, request_id: int) -> None:
+        """Free the id of a request whose last frame has been queued."""
+        self._perform(self._session.finished(request_id))
+
+    def flush(self) -> None:
+        """Write everything in line at once; abort a peer that has let too much pile up."""
+        transport, out = self._transport, self._out
+        if not out or transport is None:
+            return
+        data = out[0] if len(out) == 1 else b"".join(out)
+        out.clear()
+        if transport.is_closing():
+            return
+        if transport.get_write_buffer_size() + len(data) > self._net.limits.output_cap:
+            self._counters.aborted_slow += 1
+            self._abort()
+            return
+        self._counters.bytes_out += len(data)
+        transport.write(data)  # wire
+
+    def close(self) -> None:
+        """End the conversation after what has been queued; requests still in flight are cancelled."""
+        self._perform(self._session.close())
+
+    @property
+    def n_in_flight(self) -> int:
+        """Count the requests that have no last frame yet."""
+        return self._session.n_in_flight
+
+    # -- called by asyncio -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._tls = transport.get_extra_info("sslcontext") is not None
+        sock = transport.get_extra_info("socket")
+        self._fd = sock.fileno() if sock is not None else -1
+        self._net.connections.add(self)
+        self._counters.connections_open += 1
+        self._counters.connections_total += 1
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        return self._target
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._counters.bytes_in += nbytes
+        if self._session.ended:
+            return  # scratch
+        if not self._got and self._berth is None:
+            self._frame_begins()
+        self._got += nbytes
+        if self._got < self._want:
+            self._target = self._target[nbytes:]
+        elif self._berth is None:
+            self._header_arrived()
+        else:
+            self._payload_arrived(self._berth)
+
+    def eof_received(self) -> bool:
+        self._peer_done = True
+        if self._session.ended:
+            return False
+        if self._berth is not None or self._got:
+            self._perform(self._session.broken(cut_short(self._got, self._want)))
+            return False
+        self._perform(self._session.eof())
+        if self._session.ended or self._tls:
+            return False  # asyncio cannot keep one direction of TLS open
+        if self._fd >= 0:
+            self._net.hangups.watch(self._fd, self._hung_up)
+        return True
+
+    def pause_writing(self) -> None:
+        self._pause(_PEER_NOT_READING)
+
+    def resume_writing(self) -> None:
+        self._resume(_PEER_NOT_READING)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.connections.discard(self)
+        self._counters.connections_open -= 1
+        self._session.lost()
+        self._drop_input()
+        self._out.clear()
+        if self._linger is not None:
+            self._linger.cancel()
+        self._tell_app()
+        self._transport = None
+
+    # -- frames in ---------------------------------------------------------------------------------------------------
+
+    def _header_arrived(self) -> None:
+        try:
+            length = payload_length(self._header, self._net.limits.max_frame)
+        except FrameError as error:
+            self._perform(self._session.broken(error))
+            return
+        if not length:
+            self._counters.frames_in += 1
+            self._next_frame()
+            self._perform(self._session.ping(self._app.accepting and self._app.healthy))
+            return
+        self._want = length
+        self._got = 0
+        berth = self._net.arena.acquire()
+        if berth is None:
+            self._counters.berth_waits += 1
+            self._target = self._net.scratch  # not written: reading is paused until a berth is there
+            self._pause(_NO_BERTH)
+            self._net.arena.wait(self, self._berth_granted)
+        else:
+            self._berth_taken(berth)
+
+    def _berth_taken(self, berth: Berth) -> None:
+        self._berth = berth
+        self._target = berth.view[: self._want]
+
+    def _berth_granted(self, berth: Berth) -> None:
+        self._berth_taken(berth)
+        self._frame_begins()  # the wait was ours, not the peer's
+        self._resume(_NO_BERTH)
+
+    def _payload_arrived(self, berth: Berth) -> None:
+        self._counters.frames_in += 1
+        with berth.view[: self._want] as payload:
+            actions = self._session.receive(payload, self._app.accepting)
+        # What the request says has been taken: the berth is free before anything is done about it.
+        self._next_frame()
+        self._net.arena.release(berth)
+        self._perform(actions)
+
+    def _next_frame(self) -> None:
+        self._berth = None
+        self._target = self._header
+        self._got = 0
+        self._want = HEADER_BYTES
+
+    def _drop_input(self) -> None:
+        """Give up the frame on its way in: what still comes goes to scratch."""
+        berth = self._berth
+        self._berth = None
+        self._target = self._net.scratch
+        if self._frame_timer is not None:
+            self._frame_timer.cancel()
+            self._frame_timer = None
+        self._net.arena.forget(self)
+        if berth is not None:
+            self._net.arena.release(berth)
+
+    # -- a frame that takes too long ---------------------------------------------------------------------------------
+
+    def _frame_begins(self) -> None:
+        # One timer at a time, which looks when it fires how old the frame is: nothing to cancel per frame.
+        self._begun_at = self._net.loop.time()
+        if self._frame_timer is None:
+            self._watch_frame(self._begun_at)
+
+    def _watch_frame(self, begun_at: float) -> None:
+        self._frame_timer = self._net.loop.call_at(begun_at + self._net.limits.frame_timeout_s, self._look_at_frame)
+
+    def _look_at_frame(self) -> None:
+        self._frame_timer = None
+        if self._session.ended or self._peer_done or (self._berth is None and not self._got):
+            return  # between frames, or waiting for a berth: the next frame starts the timer again
+        if self._pauses:
+            self._watch_frame(self._net.loop.time())  # we are not reading, so the peer is not to blame
+            return
+        late_at = self._begun_at + self._net.limits.frame_timeout_s
+        if self._net.loop.time() < late_at:
+            self._watch_frame(self._begun_at)
+            return
+        text = f"{self._got} of {self._want} bytes of a frame arrived within {self._net.limits.frame_timeout_s:g} s"
+        self._perform(self._session.broken(FrameError(text)))
+
+    # -- what the session wants --------------------------------------------------------------------------------------
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Submit(request):
+                    try:
+                        self._app.submit(self, request)
+                    except RequestError as error:
+                        self._perform(self._session.refused(request.request_id, error))
+                case Send(data, code):
+                    self._counters.errors[code] += 1
+                    self._put(data)
+                    self._flush_soon()
+                case Pong():
+                    self._put(PING)
+                    self._flush_soon()
+                case Info(request_id):
+                    self._put(codec.encode_server_info(request_id, self._app.server_info()))
+                    self._flush_soon()
+                case Cancel(request_id):
+                    self._app.cancel(self, request_id)
+                case Close():
+                    self._shut()
+
+    def _put(self, data: bytes) -> None:
+        self._counters.frames_out += 1
+        self._out.append(data)
+
+    def _flush_soon(self) -> None:
+        # A burst of pings or refusals read in one turn of the loop leaves in one write.
+        if not self._flush_due:
+            self._flush_due = True
+            self._net.loop.call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flush_due = False
+        self.flush()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _shut(self) -> None:
+        """Send what is in line, then the end of stream, then wait a little for the peer to do the same.
+
+        Closing at once with bytes unread would send a reset, which takes the last frame out of the peer's hands.
+        """
+        self._tell_app()
+        self.flush()
+        self._drop_input()
+        self._net.hangups.forget(self._fd, self._hung_up)
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._linger = self._net.loop.call_later(self._net.limits.linger_s, self._abort)
+        if self._peer_done or self._tls:
+            transport.close()
+            return
+        transport.write_eof()
+        if self._pauses:
+            self._pauses = 0
+            transport.resume_reading()
+
+    def _hung_up(self) -> None:
+        self._counters.hangups += 1
+        self._abort()
+
+    def _abort(self) -> None:
+        if not self._session.ended:
+            self._session.close()  # from here on nothing is queued
+        self._tell_app()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _tell_app(self) -> None:
+        if not self._app_told:
+            self._app_told = True
+            self._app.closed(self)
+
+    # -- pauses ------------------------------------------------------------------------------------------------------
+
+    def _pause(self, why: int) -> None:
+        if not self._pauses and not self._peer_done and not self._session.ended and self._transport is not None:
+            self._transport.pause_reading()
+        self._pauses |= why
+
+    def _resume(self, why: int) -> None:
+        paused = self._pauses
+        self._pauses &= ~why
+        if not paused or self._pauses or self._peer_done or self._session.ended or self._transport is None:
+            return
+        self._begun_at = self._net.loop.time()
+        self._transport.resume_reading()

@@ -1,0 +1,142 @@
+"""Readers of setting values: each takes what TOML, the environment or a flag holds and returns the checked value.
+
+A reader raises ValueRefusedError, whose text says what is allowed where the setting's own words do not suffice.
+Owns no state; refuses everything of zl but addresses and errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from zl.address import parse_address, parse_host_port
+from zl.errors import ConfigError
+
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+
+
+class ValueRefusedError(Exception):
+    """A value is not what its setting allows."""
+
+
+def size(value: object) -> int:
+    """Read bytes: a whole number, or text such as `2GiB`, `512MiB`, `1.5G` (K, M, G, T alone are powers of 1024)."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    unit = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueRefusedError
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def whole(low: int, high: int) -> Callable[[object], int]:
+    """Make the reader of whole numbers from `low` to `high`."""
+
+    def read(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"-?[0-9][0-9_]*", value.strip(), re.ASCII):
+            value = int(value.strip().replace("_", ""))
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueRefusedError
+        return value
+
+    return read
+
+
+def seconds(low: float, high: float) -> Callable[[object], float]:
+    """Make the reader of periods from `low` to `high` seconds."""
+
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueRefusedError
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise ValueRefusedError from error
+        if not (math.isfinite(number) and low <= number <= high):
+            raise ValueRefusedError
+        return number
+
+    return read
+
+
+def one_of(*choices: str) -> Callable[[object], str]:
+    """Make the reader of one word out of `choices`."""
+
+    def read(value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ValueRefusedError
+        return value
+
+    return read
+
+
+def text(value: object) -> str:
+    """Read a text that may be empty."""
+    if not isinstance(value, str):
+        raise ValueRefusedError
+    return value
+
+
+def name(value: object) -> str:
+    """Read a text that is not empty."""
+    if not text(value):
+        raise ValueRefusedError
+    return str(value)
+
+
+def listen(value: object) -> tuple[str, ...]:
+    """Read addresses: a list, or one text with commas between them."""
+    items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not items or not all(isinstance(item, str) for item in items):
+        raise ValueRefusedError
+    try:
+        addresses = tuple(str(parse_address(item, port_zero=True)) for item in items)
+    except ConfigError as error:
+        raise ValueRefusedError(f"tcp:HOST:PORT or unix:PATH; {error}") from error
+    # Port 0 asks for any free port, so it may stand there twice.
+    fixed = [address for address in addresses if not address.endswith(":0")]
+    if len(set(fixed)) != len(fixed):
+        raise ValueRefusedError("addresses that are all different")
+    return addresses
+
+
+def metrics(value: object) -> str:
+    """Read `HOST:PORT` or `off`."""
+    if value == "off":
+        return "off"
+    try:
+        return str(parse_host_port(text(value), port_zero=True)).removeprefix("tcp:")
+    except ConfigError as error:
+        raise ValueRefusedError(f"HOST:PORT or off; {error}") from error
+
+
+def texts(value: object) -> tuple[str, ...]:
+    """Read a list of texts; in one text, as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueRefusedError from error
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise ValueRefusedError
+    return tuple(value)
+
+
+def read_token(path: str) -> str:
+    """Read an auth token from a file, without the white space around it.
+
+    Raises  ConfigError: unreadable or empty
+    """
+    try:
+        token = Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not token:
+        raise ConfigError(f"token file {path} is empty: write the secret into it")
+    return token

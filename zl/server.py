@@ -1,0 +1,262 @@
+"""The composition root: wires socket, dispatcher, engine and metrics; owns signals, readiness and drain.
+
+State: one running server. Nothing imports this but the command line and tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvloop
+
+import zl
+from zl.address import parse_address
+from zl.build import Build, prepare
+from zl.config import Settings
+from zl.dispatch import Dispatcher, Limits
+from zl.errors import DeviceError
+from zl.gpu.arena import Arena
+from zl.gpu.loop import GenerationLoop, StepResult
+from zl.gpu.pinned import RowColumns, StepSlot
+from zl.gpu.programs import Engine, open_engine
+from zl.metrics import Gauge, MetricsServer
+from zl.net import codec
+from zl.net.host import Limits as NetLimits
+from zl.net.listen import Listeners, bind_all, listen, systemd_sockets, tls_context
+from zl.net.protocol import Net
+from zl.pages import PageBooks
+from zl.rows import Rows
+from zl.service import Service
+from zl.shapes import MAX_MESSAGES
+from zl.text.detok import TokenTable
+
+log = logging.getLogger("zl")
+
+FLUSH_S = 2.0
+"""How long closing connections may take to send what is queued for them."""
+
+
+class Canary:
+    """A request of our own, sent before anybody is let in: it proves the whole path, and its pages are warm then."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+        self.done = asyncio.Event()
+
+    def queue(self, data: bytes) -> None:
+        """Keep a frame."""
+        self.frames.append(data)
+
+    def finished(self, request_id: int) -> None:  # noqa: ARG002
+        """Note the end."""
+        self.done.set()
+
+    def flush(self) -> None:
+        """Nothing to write to."""
+
+
+class Server:
+    """One process that serves one model. `start`, then `wait`; `drain` or a signal ends it."""
+
+    def __init__(self, build: Build, engine: Engine, columns: RowColumns, slots: list[StepSlot], run_ahead: int):
+        settings, shapes = build.settings, build.shapes
+        loop = asyncio.get_running_loop()
+        self._build = build
+        self._loop = loop
+        self._stop = asyncio.Event()
+        self._hurry = False
+        self._failure: BaseException | None = None
+        self.engine = engine
+        self.arena = Arena(settings.berths, settings.max_frame, register=build.device.register)
+        self.rows = Rows(shapes.max_rows)
+        self.pages = PageBooks(shapes.n_pages)
+        self.generation = GenerationLoop(
+            shapes, engine, slots, self.rows.control, self._publish, self._engine_failed, run_ahead=run_ahead
+        )
+        self.dispatcher = Dispatcher(
+            shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
+        )
+        self.service = Service(
+            prompts=build.prompts,
+            tokens=TokenTable(build.text),
+            vocab_size=build.text.vocab_size,
+            dispatcher=self.dispatcher,
+            info=codec.pack_server_info(self._info()),
+            call_at=lambda when, function: loop.call_at(when, function),
+            engine_nudge=self.generation.nudge,
+            clock=time.monotonic,
+        )
+        self.net = Net(
+            loop=loop,
+            app=self.service,
+            arena=self.arena,
+            limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
+            auth_token=settings.auth_token.encode() or None,
+        )
+        self.listeners: Listeners | None = None
+        self.metrics: MetricsServer | None = None
+
+    async def start(self) -> None:
+        """Bind, prove the engine with a canary, then let peers in. Raises ZlError where one of these fails."""
+        settings = self._build.settings
+        bounds = systemd_sockets(os.environ, os.getpid()) or bind_all(parse_address(text) for text in settings.listen)
+        tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+        if settings.metrics != "off":
+            self.metrics = MetricsServer(settings.metrics, self._gauges())
+        self.generation.start()
+        await self._canary()
+        self.listeners = await listen(bounds, self.net.connection, tls=tls)
+
+    async def wait(self) -> int:
+        """Serve until `stop`, then drain; return the exit status."""
+        await self._stop.wait()
+        await self._drain()
+        return 1 if self._failure is not None else 0
+
+    def stop(self) -> None:
+        """Ask for the end: the first time drains, the second time ends at once."""
+        if self._stop.is_set():
+            self._hurry = True
+        else:
+            log.info("draining: %d requests in flight", self.service.in_flight)
+        self._stop.set()
+
+    async def close(self) -> None:
+        """Give everything back; books that do not balance are reported."""
+        if self.listeners is not None:
+            self.listeners.close()
+        self.net.close_connections()
+        deadline = self._loop.time() + FLUSH_S
+        while self.net.connections and self._loop.time() < deadline:
+            await asyncio.sleep(0.005)
+        self.generation.stop()
+        await asyncio.sleep(0)  # results that the engine published while it stopped
+        self.engine.close()
+        self.net.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _publish(self, result: StepResult) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self.service.on_step, result)
+
+    def _engine_failed(self, failure: BaseException) -> None:
+        def tell() -> None:
+            self._failure = failure
+            log.error("the engine stopped: %s: %s", type(failure).__name__, failure, exc_info=failure)
+            self.service.engine_failed(failure)
+            self._stop.set()
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(tell)
+
+    async def _canary(self) -> None:
+        conn = Canary()
+        request = codec.Request(request_id=1, messages=[b"Hello"], max_tokens=4, temperature=0.0, ignore_eos=True)
+        self.service.submit(conn, request)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        done = asyncio.ensure_future(conn.done.wait())
+        await asyncio.wait({stopped, done}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        done.cancel()
+        last = codec.decode_response(conn.frames[-1][4:]) if conn.frames else None
+        if last is None or last.error is not None:
+            why = self._failure or (last.error if last is not None else "no answer")
+            raise DeviceError(f"the model did not answer a first request: {why}")
+        while self.rows.in_use:
+            await asyncio.sleep(0.001)
+
+    async def _drain(self) -> None:
+        self.service.accepting = False
+        if self.listeners is not None:
+            self.listeners.close()
+        deadline = self._loop.time() + self._build.settings.drain_s
+        while self.service.in_flight and not self._hurry and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if self.service.in_flight:
+            log.warning("ending %d requests that did not finish", self.service.in_flight)
+            self.service.end_all("the server stopped before the answer was complete")
+
+    def _info(self) -> codec.ServerInfo:
+        build = self._build
+        return codec.ServerInfo(
+            version=zl.__version__,
+            model=build.model.name,
+            tokenizer_sha256=build.text.sha256,
+            vocab_size=build.text.vocab_size,
+            max_batch=build.shapes.max_rows,
+            max_model_len=build.shapes.max_model_len,
+            max_tokens=build.shapes.max_tokens,
+            max_messages=MAX_MESSAGES,
+            max_frame=build.settings.max_frame,
+            device=build.device.name,
+            build_id=build.build_id,
+        )
+
+    def _gauges(self) -> list[Gauge]:
+        return [
+            Gauge("zl_rows_in_use", "Batch rows that hold a request.", lambda: self.rows.in_use),
+            Gauge("zl_pages_in_use", "KV pages that rows hold or share.", lambda: self.pages.in_use),
+            Gauge("zl_berths_in_use", "Frames on their way in, each in a berth of the arena.", lambda: self.arena.in_use),
+        ]
+
+
+def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:
+    """Allocate the columns and open the engine of a build; returns also how far the loop may run ahead."""
+    run_ahead = build.device.run_ahead
+    columns = RowColumns(build.shapes, build.device.allocate)
+    slots = [StepSlot(build.shapes, build.device.allocate) for _ in range(run_ahead + 1)]
+    engine = open_engine(
+        build.device, build.source, build.dtype, build.shapes, columns, slots, threads=build.settings.threads, say=say
+    )
+    return engine, columns, slots, run_ahead
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal; return the exit status. `settings.model` is a path. Raises ZlError on a start that fails."""
+    logging.basicConfig(
+        stream=sys.stderr, level=settings.log_level.upper(), format="%(levelname)s %(message)s", force=True
+    )
+    begun = time.monotonic()
+    build = prepare(settings, Path(settings.model), log.info)
+    engine, columns, slots, run_ahead = open_build(build, log.info)
+
+    async def main() -> int:
+        server = Server(build, engine, columns, slots, run_ahead)
+        try:
+            with _signals(server):
+                await server.start()
+                assert server.listeners is not None
+                print(
+                    f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, "
+                    f"{str(build.dtype).removeprefix('torch.')} on {build.device.name}, "
+                    f"{build.shapes.max_rows} rows, ready after {time.monotonic() - begun:.1f} s",
+                    flush=True,
+                )
+                return await server.wait()
+        finally:
+            await server.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+@contextlib.contextmanager
+def _signals(server: Server) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+    for number in caught:
+        loop.add_signal_handler(number, server.stop)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)

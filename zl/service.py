@@ -1,0 +1,213 @@
+"""The service: what a connection talks to, and where step results come back.
+
+State: the jobs of each connection and whether new ones are taken. Lives on the event-loop thread; joins prompt building,
+dispatch and emit, and nothing of it waits. Refuses torch, asyncio and gpu: clocks, timers and the engine come in by
+constructor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zl.dispatch import Dispatcher
+from zl.emit import Emitter
+from zl.errors import Code, PeerError, RequestError
+from zl.net import codec
+from zl.rows import Job, Ticket
+from zl.sampling import profiles
+from zl.text.detok import TextStream, TokenTable
+from zl.text.prompt import PromptBuilder
+
+
+@dataclass(slots=True)
+class ServiceCounters:
+    """Plain counters, read at scrape; nanoseconds of the event-loop thread."""
+
+    requests: int = 0
+    refused: int = 0
+    prompt_ns: int = 0
+    step_ns: int = 0
+
+
+class Service:
+    """Answer the requests of all connections.
+
+    engine_nudge  wakes an idle engine so that it sees the control column
+    call_at       call_at(monotonic seconds, function): the event loop's timer
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptBuilder,
+        tokens: TokenTable,
+        vocab_size: int,
+        dispatcher: Dispatcher,
+        info: bytes,
+        call_at: Callable[[float, Callable[[], None]], Any],
+        engine_nudge: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._prompts = prompts
+        self._tokens = tokens
+        self._vocab_size = vocab_size
+        self.dispatcher = dispatcher
+        self.emitter = Emitter(dispatcher.rows, self._ended)
+        self._info = info
+        self._call_at = call_at
+        self._nudge = engine_nudge
+        self._clock = clock
+        self._jobs: dict[Any, dict[int, Job]] = {}
+        self.accepting = True
+        self.healthy = True
+        self.counters = ServiceCounters()
+
+    # -- what connections call ---------------------------------------------------------------------------------------
+
+    def submit(self, conn: Any, request: codec.Request) -> None:
+        """Admit a request, or raise the RequestError that says why not."""
+        begun = time.perf_counter_ns()
+        now = self._clock()
+        self.counters.requests += 1
+        try:
+            job = self._job(conn, request, now)
+        except RequestError as refusal:
+            self.counters.refused += 1
+            refusal.request_id = request.request_id
+            raise
+        spent = time.perf_counter_ns() - begun
+        job.glue_ns += spent
+        self.counters.prompt_ns += spent
+        self._jobs.setdefault(conn, {})[job.request_id] = job
+        try:
+            self.dispatcher.admit(job, now)
+        except RequestError as refusal:
+            self.counters.refused += 1
+            refusal.request_id = request.request_id
+            self._forget(job)
+            raise
+        if job.deadline is not None:
+            self._call_at(job.deadline, self.expire)
+
+    def cancel(self, conn: Any, request_id: int) -> None:
+        """End a request with CANCELLED; an unknown id is ignored (WIRE.md, rule 4)."""
+        job = self._jobs.get(conn, {}).get(request_id)
+        if job is not None:
+            self.emitter.cancel(job, self._clock())
+            self._nudge()
+            conn.flush()
+
+    def closed(self, conn: Any) -> None:
+        """Drop all requests of a connection that is gone."""
+        for job in self._jobs.pop(conn, {}).values():
+            self.dispatcher.end(job)
+        self._nudge()
+
+    def server_info(self) -> bytes:
+        """Return the encoded ServerInfo."""
+        return self._info
+
+    # -- what the engine's results call ------------------------------------------------------------------------------
+
+    def on_step(self, result: Any) -> None:
+        """Take a gpu.loop.StepResult: write its frames, free its rows, seat who waits."""
+        begun = time.perf_counter_ns()
+        now = self._clock()
+        rows = self.dispatcher.rows
+        for ticket, n_constant in result.first:
+            job = rows.job(ticket)
+            if job is not None:
+                job.constant_tokens = n_constant
+                self.dispatcher.counters.constant_tokens += n_constant
+        touched = self.emitter.step(result.tickets, result.tokens, result.logprobs, result.flags, now)
+        for ticket in result.retired:
+            self._retire(ticket, now)
+        if result.retired:
+            self.dispatcher.pump(now)
+        for conn in touched:
+            conn.flush()
+        self.counters.step_ns += time.perf_counter_ns() - begun
+
+    def engine_failed(self, failure: BaseException) -> None:
+        """End every request with INTERNAL: the engine is gone."""
+        self.healthy = self.accepting = False
+        error = PeerError(Code.INTERNAL, f"the engine stopped: {type(failure).__name__}; the server is going down")
+        self._end_all(error)
+
+    # -- time and drain ----------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        now = self._clock()
+        for job in self.dispatcher.expired(now):
+            error = PeerError(
+                Code.DEADLINE_EXCEEDED, f"the deadline passed after {job.n_new} tokens", request_id=job.request_id
+            )
+            self.emitter.fail(job, error, now)
+            job.conn.flush()
+        self._nudge()
+
+    def end_all(self, why: str) -> None:
+        """End what still runs when the drain deadline has passed."""
+        self._end_all(PeerError(Code.DRAINING, why))
+
+    @property
+    def in_flight(self) -> int:
+        """Count requests that have not had their last frame."""
+        return sum(len(jobs) for jobs in self._jobs.values())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _job(self, conn: Any, request: codec.Request, now: float) -> Job:
+        if not self.accepting:
+            raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
+        self.dispatcher.ensure_room(now)
+        tokens = request.encoding == codec.Encoding.TOKENS
+        if tokens:
+            codec.check_tokens(request, self._vocab_size)
+        budget, max_new = self.dispatcher.prompt_budget(request.max_tokens)
+        prompt = self._prompts.build(request.system, request.messages, request.context, tokens, budget)
+        return Job(
+            conn=conn,
+            request_id=request.request_id,
+            prompt=np.array(prompt.ids, np.int32),
+            prefix_len=prompt.prefix_len,
+            max_new=max_new,
+            sampling=profiles.resolve(request.type, request.temperature, request.top_p, request.repetition_penalty),
+            seed=request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little"),
+            stream=TextStream(self._tokens, request.stop),
+            arrived=now,
+            deadline=now + request.deadline_ms / 1_000 if request.deadline_ms else None,
+            ignore_eos=request.ignore_eos,
+            logprobs=request.logprobs,
+            truncated=prompt.truncated,
+        )
+
+    def _ended(self, job: Job) -> None:
+        self._forget(job)
+        self.dispatcher.end(job)
+        job.conn.finished(job.request_id)
+
+    def _forget(self, job: Job) -> None:
+        jobs = self._jobs.get(job.conn)
+        if jobs is not None:
+            jobs.pop(job.request_id, None)
+            if not jobs:
+                del self._jobs[job.conn]
+
+    def _end_all(self, error: PeerError) -> None:
+        now = self._clock()
+        for conn, jobs in list(self._jobs.items()):
+            for job in list(jobs.values()):
+                self.emitter.fail(job, error, now)
+            conn.flush()
+        self._nudge()
+
+    def _retire(self, ticket: Ticket, now: float) -> None:
+        self.dispatcher.retire(ticket, now)

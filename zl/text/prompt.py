@@ -1,0 +1,364 @@
+"""Turn a conversation into prompt tokens: constant segments of the chat template around the encoded contents.
+
+Everything about the template is decided when the builder is made; a request fills holes, encodes runs, keeps budgets.
+
+- An empty system prompt is absent: the template's own default applies.
+- The context (retrieved text) is the head of the last user turn: its content is context + "\\n\\n" + message.
+- A model without chat template is a base model: its prompt is BOS (where the model wants one), then the contents
+  separated by blank lines, with no roles; one message alone is continued just as it is.
+- Contents given as tokens are inserted between the tokens of the template's own text, not stripped, not merged.
+- Over its budget, a text loses its end and gets `[TRUNCATED]` there (inside the budget). A budget counts the tokens of
+  the text by itself. When the whole prompt is too long, the longest turns are cut, down to one common length.
+
+State: layouts, and two bounded caches of encodings that come again (system prompts, earlier turns).
+Refuses: asyncio, torch, zl.net.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, NoReturn
+
+from zl.errors import Code, ConfigError, ModelError, RequestError
+from zl.shapes import MAX_MESSAGES, Shapes
+from zl.text.layout import Atom, Encoder, Layout, layout_of, prefix_of, shared_atoms
+from zl.text.template import SYSTEM, ChatTemplate, TemplateRefusalError, role_of
+from zl.text.tokenizer import TextModel
+
+MARKER = "[TRUNCATED]"
+_JOINT = "\n\n"
+_PLAIN = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
+_CACHED_CHARS = 8_192  # longer texts are not kept
+_CACHED_TEXTS = 512
+_BLANK_LAYOUTS = 64
+_CHARS_PER_TOKEN = 8  # first guess of how much text surely fills a budget
+
+Buffer = bytes | memoryview
+Form = tuple[int, bool]
+"""Number of turns, and whether there is a system prompt."""
+
+
+class Prompt(NamedTuple):
+    """A request's tokens.
+
+    ids          token ids, at most the length asked for
+    prefix_len   this many leading tokens depend only on the template and the system prompt; the last is a control token
+    truncated    some text was cut
+    """
+
+    ids: list[int]
+    prefix_len: int
+    truncated: bool
+
+
+@dataclass(slots=True)
+class _Contents:
+    """What one request fills in: by slot the tokens' text, or the tokens."""
+
+    texts: list[str]
+    ids: list[list[int]] | None
+    context: str
+    context_ids: list[int]
+    truncated: bool
+
+
+class PromptBuilder:
+    """Build prompts for one model.
+
+    shapes    system_tokens and context_tokens are the budgets, max_model_len the default limit of the whole
+    on_over   "cut": text over its budget is cut and marked; "reject": RequestError(LIMIT_EXCEEDED)
+    Raises    ModelError: the template cannot be cut into constants; ConfigError: a budget cannot hold the marker
+    """
+
+    def __init__(self, model: TextModel, shapes: Shapes, *, on_over: Literal["cut", "reject"] = "cut"):
+        self._shapes = shapes
+        self._on_over = on_over
+        source = model.chat_template
+        if source is None:
+            source = ("{{ bos_token }}" if model.add_bos and model.bos_token else "") + _PLAIN
+        self._template = ChatTemplate(source, model.special)
+        self._refusals: dict[Form, str] = {}
+        cuts = {}
+        for form in [(n, system) for n in range(1, MAX_MESSAGES + 1, 2) for system in (False, True)]:
+            try:
+                cuts[form] = self._template.cut(*form)
+            except TemplateRefusalError as error:
+                self._refusals[form] = str(error)
+        if (1, False) not in cuts and (1, True) not in cuts:
+            raise ModelError(f"the chat template refuses a single question ({self._refusals[1, False]}); correct it")
+        self._template.check(cuts)
+        self._encoder = Encoder(model, [piece for cut in cuts.values() for piece in cut if isinstance(piece, str)])
+        self._marker_ids = self._encoder.rest(MARKER)
+        self._joint_ids = self._encoder.rest(_JOINT)
+        for name, budget in (("system_tokens", shapes.system_tokens), ("context_tokens", shapes.context_tokens)):
+            if budget <= len(self._marker_ids):
+                least = len(self._marker_ids) + 1
+                raise ConfigError(f"{name} is {budget}, too few for the mark {MARKER}; set at least {least}")
+        # One token covers at least one byte of text unless a normalizer makes more of it (NFKC: up to 18 times).
+        self._bytes_per_token = 1 if model.tokenizer.normalizer is None else 18
+        self._layouts = self._make_layouts(cuts)
+        self._encode_again = lru_cache(_CACHED_TEXTS)(lambda text, first: tuple(self._encoder.run(text, first)))
+        self._system_again = lru_cache(_CACHED_TEXTS)(self._fit_system)
+        self._blank_layout = lru_cache(_BLANK_LAYOUTS)(self._make_blank_layout)
+
+    def build(
+        self,
+        system: Buffer,
+        messages: Sequence[Buffer],
+        context: Buffer = b"",
+        tokens: bool = False,
+        max_prompt_tokens: int | None = None,
+    ) -> Prompt:
+        """Return the tokens of a conversation; about 0.2 ms of the caller's time for 60 new words.
+
+        system, context     UTF-8, or under `tokens` packed little-endian int32 ids of the vocabulary; empty: absent
+        messages            the same, roles alternate user, assistant, …, user
+        max_prompt_tokens   limit of the whole; None: shapes.max_model_len
+        Raises              RequestError: no UTF-8, no form of conversation that the template allows, text over its
+                            budget under "reject", or a limit that not even the template fits
+        """
+        limit = self._shapes.max_model_len if max_prompt_tokens is None else max_prompt_tokens
+        n_turns = len(messages)
+        if n_turns > MAX_MESSAGES:
+            _refuse("messages", f"{n_turns} messages, {MAX_MESSAGES} allowed", Code.LIMIT_EXCEEDED)
+        if n_turns % 2 == 0:
+            _refuse("messages", "no messages" if not n_turns else "the conversation does not end with the user")
+        form = (n_turns, len(system) > 0)
+        contents = (self._from_tokens if tokens else self._from_text)(system, messages, context)
+        layout = self._layout(form, contents)
+        budget_chars = limit * _CHARS_PER_TOKEN * 2
+        if contents.ids is None and sum(map(len, contents.texts)) > budget_chars:
+            return self._shrunk(form, contents, limit, None)  # far too long: not even encoded whole
+        ids, prefix_len = self._fill(layout, contents)
+        if len(ids) > limit:
+            return self._shrunk(form, contents, limit, len(ids))
+        return Prompt(ids, prefix_len, contents.truncated)
+
+    def _from_text(self, system: Buffer, messages: Sequence[Buffer], context: Buffer) -> _Contents:
+        truncated = False
+        system_text = ""
+        if system:
+            again = self._system_again if len(system) <= _CACHED_CHARS else self._fit_system
+            system_text, truncated = again(bytes(system))
+        texts = [system_text]
+        for turn, message in enumerate(messages):
+            texts.append(_decoded(message, f"messages[{turn}]"))
+        context_text = ""
+        if context:
+            context_text, cut = self._fit(_decoded(context, "context"), self._shapes.context_tokens, "context")
+            truncated |= cut
+        for slot, text in enumerate(texts):
+            self._refuse_needles(text, slot)
+        self._refuse_needles(context_text, len(texts) - 1, "context")
+        if context_text:
+            texts[-1] = f"{context_text}{_JOINT}{texts[-1]}"
+        return _Contents(texts, None, context_text, [], truncated)
+
+    def _from_tokens(self, system: Buffer, messages: Sequence[Buffer], context: Buffer) -> _Contents:
+        system_ids = _unpacked(system, "system_prompt")
+        ids = [self._fit_ids(system_ids, self._shapes.system_tokens, "system_prompt")]
+        truncated = ids[SYSTEM] is not system_ids
+        ids += [_unpacked(message, f"messages[{turn}]") for turn, message in enumerate(messages)]
+        context_ids = _unpacked(context, "context")
+        if context_ids:
+            fitted = self._fit_ids(context_ids, self._shapes.context_tokens, "context")
+            truncated |= fitted is not context_ids
+            context_ids = fitted
+            ids[-1] = context_ids + self._joint_ids + ids[-1]
+        return _Contents(["m" if content else "" for content in ids], ids, "", context_ids, truncated)
+
+    def _layout(self, form: Form, contents: _Contents) -> Layout:
+        layout = self._layouts.get(form)
+        if layout is None:
+            system_alone = form[1] and (form[0], False) in self._layouts
+            field = "system_prompt" if system_alone else "messages"
+            _refuse(field, f"this model's chat template refuses it: {self._refusals[form]}")
+        if self._template.blank_matters:
+            blanks = tuple(
+                (slot, text)
+                for slot, text in enumerate(contents.texts)
+                if (slot or form[1]) and (not text or text.isspace())
+            )
+            if blanks:
+                short = sum(len(text) for _, text in blanks) <= 64
+                return self._blank_layout(form, blanks) if short else self._make_blank_layout(form, blanks)
+        return layout
+
+    def _fill(self, layout: Layout, contents: _Contents) -> tuple[list[int], int]:
+        ids: list[int] = []
+        prefix_len = 0
+        for index, part in enumerate(layout.parts):
+            if index == layout.n_prefix:
+                prefix_len = len(ids)
+            if isinstance(part, tuple):
+                ids += part
+            elif contents.ids is not None:
+                ids += part.ids(contents.ids)
+            else:
+                text = part.text(contents.texts)
+                again = part.reusable and len(text) <= _CACHED_CHARS
+                ids += (self._encode_again if again else self._encoder.run)(text, part.first)
+        return ids, prefix_len if layout.n_prefix < len(layout.parts) else len(ids)
+
+    def _shrunk(self, form: Form, contents: _Contents, limit: int, found: int | None) -> Prompt:
+        """Cut the longest turns until the whole fits; `found`: its length where known."""
+        layout = self._layout(form, contents)
+        originals = contents.texts[1:]
+        if contents.context:
+            originals[-1] = originals[-1][len(contents.context) + len(_JOINT) :]
+        original_ids = [] if contents.ids is None else contents.ids[1:]
+        n_head = len(contents.context_ids) + len(self._joint_ids) if contents.context_ids else 0
+        if original_ids and n_head:
+            original_ids[-1] = original_ids[-1][n_head:]
+        if contents.ids is None:
+            lengths = [self._count_up_to(text, limit) for text in originals]
+        else:
+            lengths = [len(ids) for ids in original_ids]
+        if found is None and sum(lengths) <= limit:  # long text of few tokens: it may fit after all
+            ids, prefix_len = self._fill(layout, contents)
+            if len(ids) <= limit:
+                return Prompt(ids, prefix_len, contents.truncated)
+            found = len(ids)
+        if self._on_over == "reject":
+            number = f"more than {limit}" if found is None else str(found)
+            _refuse("messages", f"the prompt has {number} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
+        total = found if found is not None else self._rest_length(self._layouts[form], contents) + sum(lengths)
+        room = sum(lengths) - (total - limit)
+        while True:
+            level = _water_level(lengths, room)
+            if level <= len(self._marker_ids):
+                need = total - sum(lengths) + len(lengths) * (len(self._marker_ids) + 1)
+                _refuse(
+                    "messages",
+                    "template, system prompt and context leave no place for the messages: "
+                    f"about {need} tokens needed, {limit} allowed",
+                    Code.LIMIT_EXCEEDED,
+                )
+            if contents.ids is None:
+                for turn, text in enumerate(originals):
+                    contents.texts[turn + 1] = self._cut(text, level) if lengths[turn] > level else text
+                if contents.context:
+                    contents.texts[-1] = f"{contents.context}{_JOINT}{contents.texts[-1]}"
+            else:
+                for turn, content in enumerate(original_ids):
+                    contents.ids[turn + 1] = self._cut_ids(content, level) if lengths[turn] > level else content
+                if contents.context_ids:
+                    contents.ids[-1] = contents.context_ids + self._joint_ids + contents.ids[-1]
+            # A blank turn that was cut is no longer blank, hence the new look for a layout.
+            ids, prefix_len = self._fill(self._layout(form, contents), contents)
+            if len(ids) <= limit:
+                return Prompt(ids, prefix_len, True)
+            room -= max(len(ids) - limit, 1)  # tokens at the edges of a text merge otherwise than alone
+
+    def _rest_length(self, layout: Layout, contents: _Contents) -> int:
+        rest = sum(len(part) if isinstance(part, tuple) else sum(map(len, part.literal_ids)) for part in layout.parts)
+        return rest + self._encoder.count(contents.texts[SYSTEM]) + self._encoder.count(contents.context)
+
+    def _fit_system(self, system: Buffer) -> tuple[str, bool]:
+        return self._fit(_decoded(system, "system_prompt"), self._shapes.system_tokens, "system_prompt")
+
+    def _fit(self, text: str, budget: int, field: str) -> tuple[str, bool]:
+        """Return the text within its budget, and whether it had to be cut."""
+        if len(text) * 4 * self._bytes_per_token <= budget:
+            return text, False
+        n_tokens = self._count_up_to(text, budget)
+        if n_tokens <= budget:
+            return text, False
+        if self._on_over == "reject":
+            number = str(n_tokens) if len(text) <= budget * _CHARS_PER_TOKEN else f"more than {budget}"
+            _refuse(field, f"{number} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
+        return self._cut(text, budget), True
+
+    def _count_up_to(self, text: str, budget: int) -> int:
+        """Count the tokens of a text; of a long one only enough to know that it is over the budget."""
+        take = budget * _CHARS_PER_TOKEN
+        while take < len(text):
+            n_tokens = self._encoder.count(text[:take])
+            if n_tokens > budget + 16:  # the last tokens may still change with what follows
+                return n_tokens
+            take *= 4
+        return self._encoder.count(text)
+
+    def _cut(self, text: str, budget: int) -> str:
+        """Cut a text that is over the budget at its end, and mark it; the result has at most `budget` tokens."""
+        keep = budget - len(self._marker_ids)
+        while keep > 0:
+            result = text[: self._encoder.head(text, keep)] + MARKER
+            excess = self._encoder.count(result) - budget
+            if excess <= 0:
+                return result
+            keep -= excess
+        return MARKER
+
+    def _fit_ids(self, ids: list[int], budget: int, field: str) -> list[int]:
+        if len(ids) <= budget:
+            return ids
+        if self._on_over == "reject":
+            _refuse(field, f"{len(ids)} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
+        return self._cut_ids(ids, budget)
+
+    def _cut_ids(self, ids: list[int], budget: int) -> list[int]:
+        return ids[: budget - len(self._marker_ids)] + self._marker_ids
+
+    def _refuse_needles(self, text: str, slot: int, field: str = "") -> None:
+        for needle in self._template.needles[role_of(slot)]:
+            if needle in text:
+                name = field or ("system_prompt" if slot == SYSTEM else f"messages[{slot - 1}]")
+                _refuse(name, f"the model's chat template gives {needle!r} in a text a meaning of its own; remove it")
+
+    def _make_layouts(self, cuts: Mapping[Form, tuple]) -> dict[Form, Layout]:
+        atoms = {form: self._encoder.atoms(pieces, form[0]) for form, pieces in cuts.items()}
+        self._prefixes: dict[bool, list[Atom]] = {}
+        for system in (False, True):
+            # The same for every number of turns: some templates write the system prompt into the last turn.
+            for form, found in atoms.items():
+                if form[1] == system:
+                    known = self._prefixes.get(system)
+                    self._prefixes[system] = prefix_of(found) if known is None else shared_atoms(known, found)
+        return {form: layout_of(found, len(self._prefixes[form[1]])) for form, found in atoms.items()}
+
+    def _make_blank_layout(self, form: Form, blanks: tuple[tuple[int, str], ...]) -> Layout:
+        # Written by the template itself: a blank content may change the text around it. Rare, so not made at start.
+        try:
+            pieces = self._template.cut(*form, dict(blanks))
+        except TemplateRefusalError as error:
+            slot = blanks[-1][0]
+            field = "system_prompt" if slot == SYSTEM else f"messages[{slot - 1}]"
+            _refuse(field, f"this model's chat template refuses a blank one: {error}")
+        atoms = self._encoder.atoms(pieces, form[0])
+        return layout_of(atoms, len(shared_atoms(self._prefixes[form[1]], atoms)))
+
+
+def _refuse(field: str, text: str, code: Code = Code.BAD_REQUEST) -> NoReturn:
+    raise RequestError(code, f"{field}: {text}", field=field)
+
+
+def _decoded(content: Buffer, field: str) -> str:
+    try:
+        return str(content, "utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(field, f"no UTF-8 at byte {error.start}")
+
+
+def _unpacked(content: Buffer, field: str) -> list[int]:
+    if len(content) % 4:
+        _refuse(field, f"{len(content)} bytes are no packed int32 ids")
+    ids = array("i")
+    ids.frombytes(content)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def _water_level(lengths: Sequence[int], room: int) -> int:
+    """Return the length to which the longest must be cut so that the sum is at most `room`."""
+    for index, length in enumerate(sorted(lengths)):
+        share = room // (len(lengths) - index)
+        if length > share:
+            return share
+        room -= length
+    return max(lengths)
