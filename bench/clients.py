@@ -26,6 +26,9 @@ class Client(Protocol):
     async def ask(self, prompt: Prompt, stream: int) -> Trace:
         """Send one request and follow its answer to the end."""
 
+    def progress(self, stream: int) -> int:
+        """Count the token frames that the stream's running answer has had."""
+
     async def close(self) -> None:
         """Close all connections."""
 
@@ -201,6 +204,10 @@ class _Pool:
             connection.transport.close()
         self._open = []
         await asyncio.sleep(0)
+
+    def progress(self, stream: int) -> int:
+        """Count the token frames that the stream's running answer has had."""
+        return len(self._open[stream].trace.arrivals)
 
     async def _ask(self, request: bytes, stream: int) -> Trace:
         return await self._open[stream].ask(request)

@@ -5,6 +5,7 @@ Figures come from /proc: resident memory and CPU of the whole tree, CPU by threa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -147,10 +148,8 @@ class Server:
         self.resume()
         if self._child.poll() is None:
             os.killpg(self.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                pass
         for pid in pids:
             if _stat(pid) is not None and _group(pid) == self.pid:
                 os.kill(pid, signal.SIGKILL)

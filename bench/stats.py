@@ -1,4 +1,4 @@
-"""The arithmetic of measuring: traces to figures, rounds to ratios, arrival times. Owns no state; standard library only."""
+"""The arithmetic of measuring: traces to figures, rounds to ratios, arrival times. Owns no state; stdlib only."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, Qwen2Config
 
 transformers.logging.disable_progress_bar()
 
@@ -85,10 +86,11 @@ def oracle_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def oracle_greedy(model: PreTrainedModel, ids: list[int], n_tokens: int) -> list[int]:
     """Continue greedily for `n_tokens`, passing over end tokens, by the plain cached forward."""
     out: list[int] = []
-    step, cache = torch.tensor([ids]), None
+    step, cache = torch.tensor([ids]), DynamicCache(config=model.config)
+    # transformers 5.24 renamed the argument and warns about the old name, which 4.57 needs.
+    keyword = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     for _ in range(n_tokens):
-        result = model(step, past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
+        result = model(step, use_cache=True, **{keyword: cache})
         out.append(int(result.logits[0, -1].argmax()))
         step = torch.tensor([[out[-1]]])
     return out

@@ -80,7 +80,8 @@ def test_every_option_reaches_the_wire(tcp):
     with Client(tcp.address, timeout=10) as client:
         client.ask(
             ["hi", b"hello", "say x"], system="sys", type="creative", temperature=0.7, top_p=0.95,
-            repetition_penalty=1.1, max_tokens=9, seed=2**64 - 1, stop=["a", "b"], context="ctx", deadline_ms=5000, ignore_eos=True,
+            repetition_penalty=1.1, max_tokens=9, seed=2**64 - 1, stop=["a", "b"], context="ctx",
+            deadline_ms=5000, ignore_eos=True,
         )  # fmt: skip
         client.ask("say y", stop="only")
     full, plain = tcp.requests

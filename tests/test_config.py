@@ -65,7 +65,7 @@ def test_what_is_no_size(text):
         ("[limits]\nmax_row = 3\n", 2, ["unknown key 'max_row' in [limits]", "did you mean 'max_rows'?"]),
         ("[limit]\nmax_rows = 3\n", 1, ["unknown table 'limit'", "did you mean 'limits'?"]),
         ("max_rows = 3\n", 1, ["max_rows belongs in the table [limits]"]),
-        ("[server]\n\nmax_rows = 3\n", 3, ["max_rows belongs in the table [limits], not [server]"]),
+        ("[server]\n\nmax_rows = 3\n", 3, ["max_rows belongs in the table [limits], not in [server]"]),
         ("[limits]\nberths = 3\nmax_rows = 0\n", 3, ["max_rows = 0", "a whole number from 1 to 256"]),
         ("[limits]\nmax_rows = true\n", 2, ["max_rows = True", "a whole number"]),
         ('[server]\nmax_frame = 1\n[limits]\nmax_frame = "lots"\n', 2, ["max_frame belongs in the table [limits]"]),

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from zl import readers, shapes
 from zl.address import default_listen
@@ -23,6 +23,8 @@ ENV_PREFIX = "ZL_"
 OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
 """Variables that are zl's without being a server setting."""
 
+OVER_BUDGET = ("cut", "reject")
+CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
 _FRAME_SIZES = (1_024, 64 * 2**20)
 
 
@@ -82,6 +84,7 @@ class Settings:
     model: str = _setting("smollm2-135m-instruct", _MODEL)
     device: str = _choice("model", ("auto", "cpu", "cuda"), "auto", "where the model runs")
     dtype: str = _choice("model", ("auto", "float32", "bfloat16"), "auto", "arithmetic of the model")
+    cpu_level: str = _choice("model", CPU_LEVELS, "auto", "instruction sets of the CPU program; torch is the slow twin")
     threads: int = _count("model", 0, 1_024, 0, "compute threads on the CPU; 0 takes one for each core")
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
@@ -106,7 +109,7 @@ class Settings:
     berths: int = _count("limits", 1, 2**16, 256, "frames that may be in the arena at once")
     max_frame: int = _setting(shapes.MAX_FRAME, _MAX_FRAME)
     frame_timeout_s: float = _period("limits", 0.05, 3_600, 10.0, "time in which a begun frame must be complete")
-    over_budget: str = _choice("limits", ("cut", "reject"), "cut", "what happens to text over its budget")
+    over_budget: Literal["cut", "reject"] = _choice("limits", OVER_BUDGET, "cut", "what becomes of text over budget")
 
 
 SETTINGS: tuple[Field[Any], ...] = fields(Settings)

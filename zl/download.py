@@ -6,6 +6,7 @@ State: the target and, while it is incomplete, `<target>.part` beside it. Refuse
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import hashlib
 import http.client
@@ -57,7 +58,7 @@ def download(
         found = file_sha256(part)
     if found != sha256:
         part.unlink()
-        raise ModelError(f"{_shown(url)} has sha256 {found}, expected {sha256}: a proxy or mirror serves another file")
+        raise ModelError(f"{_bare(url)} has sha256 {found}, expected {sha256}: a proxy or mirror serves another file")
     part.replace(target)
 
 
@@ -103,7 +104,7 @@ def _fetch_all(opener: urllib.request.OpenerDirector, url: str, part: Path, prog
             error: Exception | None = None
         except urllib.error.HTTPError as caught:
             if caught.code < 500:
-                raise ModelError(f"{_shown(url)}: HTTP {caught.code} {caught.reason}") from caught
+                raise ModelError(f"{_bare(url)}: HTTP {caught.code} {caught.reason}") from caught
             error = caught
         except _BROKEN_LINE as broken:
             error = broken
@@ -111,14 +112,19 @@ def _fetch_all(opener: urllib.request.OpenerDirector, url: str, part: Path, prog
         tries = 0 if part.exists() and part.stat().st_size > before else tries + 1
         if tries >= _TRIES:
             reason = getattr(error, "reason", None) or error or "the server sends too little"
-            raise ModelError(f"{_shown(url)}: {reason}") from error
+            raise ModelError(f"{_bare(url)}: {reason}") from error
         time.sleep(0.2 * tries)
 
 
 def _fetch_once(opener: urllib.request.OpenerDirector, url: str, part: Path, progress: Progress | None) -> bool:
     """Make one request; say whether the file is whole afterwards."""
     have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "zl", "Accept-Encoding": "identity"})
+    request = urllib.request.Request(_bare(url), headers={"User-Agent": "zl", "Accept-Encoding": "identity"})
+    parts = urllib.parse.urlsplit(url)
+    if parts.username is not None:
+        pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        # Unredirected: a redirect to another host must not carry them along.
+        request.add_unredirected_header("Authorization", "Basic " + base64.b64encode(pair.encode()).decode())
     if have:
         request.add_header("Range", f"bytes={have}-")
     try:
@@ -144,7 +150,7 @@ def _fetch_once(opener: urllib.request.OpenerDirector, url: str, part: Path, pro
     return not total or have >= total
 
 
-def _shown(url: str) -> str:
-    """Show a URL without user name and password."""
+def _bare(url: str) -> str:
+    """Return the URL without user name and password: for messages, and because http.client takes them for a host."""
     parts = urllib.parse.urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

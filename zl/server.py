@@ -26,7 +26,7 @@ from zl.errors import DeviceError
 from zl.gpu.arena import Arena
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.pinned import RowColumns, StepSlot
-from zl.gpu.programs import Engine, open_engine
+from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.metrics import Gauge, MetricsServer
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
@@ -213,10 +213,11 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     """Allocate the columns and open the engine of a build; returns also how far the loop may run ahead."""
     run_ahead = build.device.run_ahead
     columns = RowColumns(build.shapes, build.device.allocate)
-    slots = [StepSlot(build.shapes, build.device.allocate) for _ in range(run_ahead + 1)]
+    slots = [StepSlot(build.shapes, build.device.allocate) for _ in range(max(N_SLOTS, run_ahead + 1))]
     engine = open_engine(
-        build.device, build.source, build.dtype, build.shapes, columns, slots, threads=build.settings.threads, say=say
-    )
+        build.device, build.source, build.dtype, build.shapes, columns, slots,
+        threads=build.settings.threads, level=build.settings.cpu_level, say=say,
+    )  # fmt: skip
     return engine, columns, slots, run_ahead
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bench.drivers.base import Driver, MissingPeer, Plan
+from bench.drivers.base import Driver, MissingPeerError, Plan
 from bench.drivers.llamacpp import LlamaCpp
 from bench.drivers.transformers import Transformers
 from bench.drivers.vllm import Vllm
 from bench.drivers.zl import Zl
 
-__all__ = ["Driver", "MissingPeer", "Plan", "driver", "known"]
+__all__ = ["Driver", "MissingPeerError", "Plan", "driver", "known"]
 
 
 def known() -> list[str]:

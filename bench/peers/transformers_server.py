@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from sse_server import Hub, Stream, serve
+from sse_server import Hub, Stream, serve, start_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 _GATHER_S = 0.02
@@ -40,7 +40,7 @@ class Engine:
         if args.mode == "continuous":
             self._lock = threading.Lock()
             run = self._run_continuous
-        threading.Thread(target=run, name="tf-loop", daemon=True).start()
+        start_engine(run, "tf-loop")
 
     def submit(self, body: dict[str, Any], stream: Stream) -> None:
         """Queue a request; called on the event-loop thread."""
@@ -88,7 +88,7 @@ class Engine:
         # One set of sampling values holds for a manager; requests of a scenario share theirs.
         self._manager = self._model.init_continuous_batching(generation_config=self._settings(body, 1))
         self._manager.start()
-        threading.Thread(target=self._deliver, name="tf-results", daemon=True).start()
+        start_engine(self._deliver, "tf-results")
         while True:
             ids = self._tokenizer(self._prompt(body), add_special_tokens=False)["input_ids"]
             with self._lock:

@@ -14,7 +14,7 @@ from zl.errors import CapacityError, InvariantError
 from zl.gpu.arena import Arena
 
 
-@pytest.fixture()
+@pytest.fixture
 def arena():
     made = Arena(3, 5_000)
     yield made
@@ -87,7 +87,9 @@ def test_waiting_needs_a_reason(arena):
 
 def test_memory_is_registered_once_touched_and_unregistered_before_it_goes():
     calls = []
-    arena = Arena(2, 100, register=lambda a, n: calls.append(("in", a, n)), unregister=lambda a: calls.append(("out", a)))
+    arena = Arena(
+        2, 100, register=lambda a, n: calls.append(("in", a, n)), unregister=lambda a: calls.append(("out", a))
+    )
     assert calls == [("in", arena.address, arena.n_bytes)]
     assert arena.n_bytes == 2 * mmap.PAGESIZE
     arena.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -81,7 +82,7 @@ def test_any_cut_of_a_good_stream_gives_its_payloads(payloads, data):
     stream = b"".join(frame(payload) for payload in payloads)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     edges = [0, *cuts, len(stream)]
-    events, decoder = events_of([stream[a:b] for a, b in zip(edges, edges[1:], strict=False)])
+    events, decoder = events_of([stream[a:b] for a, b in pairwise(edges)])
     assert events == [Payload(payload) if payload else Ping() for payload in payloads]
     assert decoder.eof() is None
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zl.errors import Code, FrameError, InvariantError, RequestError
 from zl.net import codec
 from zl.net.codec import Operation
-from zl.net.session import TABLE, Cancel, Close, Info, Pong, Send, Session, State, Submit
+from zl.net.session import TABLE, Cancel, Close, Event, Info, Pong, Send, Session, State, Submit
 
 
 def payload(request_id=1, **fields):
@@ -111,7 +111,8 @@ def test_without_a_token_hello_is_optional_and_any_time():
 
 
 @pytest.mark.parametrize(
-    "first", [payload(3), cancel(3), hello(b"wrong", 3), hello(b"", 3), payload(3, operation=77), payload(3, messages=[])]
+    "first",
+    [payload(3), cancel(3), hello(b"wrong", 3), hello(b"", 3), payload(3, operation=77), payload(3, messages=[])],
 )
 @pytest.mark.parametrize("pinged", [False, True])
 def test_before_hello_everything_but_a_ping_is_unauthenticated(first, pinged):
@@ -161,8 +162,6 @@ def test_what_cannot_happen_raises():
 
 
 def test_every_transition_of_the_table_leads_to_a_state_that_can_be_lost():
-    from zl.net.session import Event
-
     for state, _ in TABLE.values():
         assert state is State.CLOSED or (state, Event.LOST) in TABLE
 

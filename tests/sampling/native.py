@@ -28,7 +28,8 @@ def compile_level(level: str, folder: Path) -> Path:
     """Compile sample.cpp with the level's flags and its symbol suffix."""
     out = folder / f"sample_{level}.so"
     flags = [f"-m{name}" for name in LEVELS[level][0].split()]
-    command = ["g++", "-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-fPIC", "-shared"]
+    command = ["g++", "-std=c++17", "-O3", "-fPIC", "-shared"]
+    command += ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized"]  # g++ 12 warns about its own intrinsics
     subprocess.run([*command, *flags, f"-DZL_LEVEL={level}", str(SOURCE), "-o", str(out)], check=True)
     return out
 
@@ -51,7 +52,8 @@ class NativeSampler:
         self.level, self.vocab = level, vocab
         lib = ctypes.CDLL(str(library))
         f, p, i = ctypes.c_float, ctypes.c_void_p, ctypes.c_int
-        self._row = self._function(lib, "zl_sample_row", None, [p, i, p, f, f, f, ctypes.c_uint64, ctypes.c_uint32, p, p, p, p, i])
+        draw = [ctypes.c_uint64, ctypes.c_uint32]
+        self._row = self._function(lib, "zl_sample_row", None, [p, i, p, f, f, f, *draw, p, p, p, p, i])
         self._kept = self._function(lib, "zl_sample_kept", i, [p, i, p, f, f, f, p, p])
         self._build = self._function(lib, "zl_seen_build", None, [p, i, p, i])
         self._add = self._function(lib, "zl_seen_add", None, [p, ctypes.c_int32])
@@ -80,7 +82,8 @@ class NativeSampler:
     def kept(self, logits, *, seen=None, temperature=1.0, top_p=1.0, penalty=1.0):
         """Return bool [vocab]: what top-p keeps, or None for NUMERIC."""
         kept = np.full(self.vocab, 7, np.uint8)
-        n = self._kept(_pointer(logits), self.vocab, _pointer(seen), temperature, top_p, penalty, self._scratch, _pointer(kept))
+        settings = (temperature, top_p, penalty)
+        n = self._kept(_pointer(logits), self.vocab, _pointer(seen), *settings, self._scratch, _pointer(kept))
         assert n == -1 or n == kept.sum()
         return None if n < 0 else kept.astype(bool)
 

@@ -15,7 +15,7 @@ def penalised(logits, seen_ids, penalty):
 
 
 def kept(x, temperature, top_p):
-    """Return bool [vocab] for float32 penalised logits: smallest likeliest set that reaches top_p, ties by lowest id."""
+    """Return bool [vocab]: the smallest likeliest set of the penalised logits x that reaches top_p, ties by id."""
     z = (x.astype(np.float64) - x.max()) / np.float32(temperature)
     p = np.exp(z) / np.exp(z).sum()
     order = np.lexsort((np.arange(len(p)), -p))

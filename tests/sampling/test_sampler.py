@@ -18,7 +18,7 @@ def rows(seed, vocab, n):
     rng = np.random.default_rng(seed)
     for i in range(n):
         kind = i % 5
-        x = oracle.zipf_logits(rng, vocab) if kind < 2 else rng.normal(0, [0.05, 3, 9][kind - 2], vocab).astype(np.float32)
+        x = oracle.zipf_logits(rng, vocab) if kind < 2 else rng.normal(0, (0.05, 3, 9)[kind - 2], vocab)
         if i % 3 == 2:
             x = np.round(x * 4) / 4  # ties
         if i % 7 == 3 and vocab > 2:
@@ -27,7 +27,7 @@ def rows(seed, vocab, n):
         yield rng, x.astype(np.float32)
 
 
-# ---- distribution -----------------------------------------------------------------------------------------------------
+# ---- distribution ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("profile", profiles.PROFILES.values(), ids=lambda p: p.name)
@@ -55,7 +55,7 @@ def test_full_distribution_is_drawn_without_top_p(make_sampler):
     assert oracle.chi_square(tokens, oracle.distribution(logits, 1.0, 1.0)) > 1e-6
 
 
-# ---- membership -------------------------------------------------------------------------------------------------------
+# ---- membership ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -63,7 +63,8 @@ def test_top_p_keeps_what_a_float64_sort_keeps(make_sampler, vocab):
     s = make_sampler(vocab)
     equal = total = 0
     for rng, x in rows(vocab, vocab, 60):
-        temperature, top_p = float(rng.choice([0.3, 0.7, 0.9, 1.5])), float(rng.choice([0.05, 0.5, 0.95, 0.99, 0.99999]))
+        temperature = float(rng.choice([0.3, 0.7, 0.9, 1.5]))
+        top_p = float(rng.choice([0.05, 0.5, 0.95, 0.99, 0.99999]))
         got, wanted = s.kept(x, temperature=temperature, top_p=top_p), oracle.kept(x, temperature, top_p)
         assert (got != wanted).sum() <= 1, (temperature, top_p, got.sum(), wanted.sum())
         equal += int((got == wanted).all())
@@ -104,7 +105,7 @@ def test_every_draw_is_a_kept_token(make_sampler):
         assert np.isfinite(x[token])
 
 
-# ---- penalty ----------------------------------------------------------------------------------------------------------
+# ---- penalty ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [5, 33, 513, 1000])
@@ -134,7 +135,7 @@ def test_seen_bitmap_is_exact(native_levels, native):
             assert (s.seen([*ids, -1, vocab, vocab + 31], later) == bitmap(mask)).all()
 
 
-# ---- log probabilities ------------------------------------------------------------------------------------------------
+# ---- log probabilities -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [1, 513, 49_152])
@@ -142,12 +143,13 @@ def test_logprob_is_the_raw_models(make_sampler, vocab):
     s = make_sampler(vocab)
     for i, (rng, x) in enumerate(rows(21, vocab, 12)):
         words = s.seen(rng.integers(0, vocab, 20))
-        token, logprob, _ = s.row(x, seen=words, temperature=float(rng.choice([0.0, 0.7])), top_p=0.9, penalty=1.3, seed=i)
+        temperature = float(rng.choice([0.0, 0.7]))
+        token, logprob, _ = s.row(x, seen=words, temperature=temperature, top_p=0.9, penalty=1.3, seed=i)
         wanted = torch.log_softmax(torch.from_numpy(x).double(), 0)[token]
         assert abs(logprob - float(wanted)) < 1e-5
 
 
-# ---- degenerate rows --------------------------------------------------------------------------------------------------
+# ---- degenerate rows -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -223,7 +225,7 @@ def test_tokens_of_no_weight_are_never_drawn(make_sampler):
     assert {s.row(x, seed=i)[0] for i in range(200)} == {3, 590}
 
 
-# ---- independence -----------------------------------------------------------------------------------------------------
+# ---- independence ----------------------------------------------------------------------------------------------------
 
 
 def test_a_draw_depends_on_seed_and_index_only(make_sampler):
@@ -267,18 +269,19 @@ def test_native_and_torch_draw_the_same_tokens(native_levels, native):
     made = list(rows(61, vocab, n))
     rng = np.random.default_rng(62)
     seen = rng.random((n, vocab)) < 0.1
-    temperature, top_p, penalty = (rng.choice(v, n).astype(np.float32) for v in ([0, 0.3, 0.7, 0.9], [0.5, 0.95, 0.99, 1], [1, 1.1]))
+    choices = {"temperature": [0, 0.3, 0.7, 0.9], "top_p": [0.5, 0.95, 0.99, 1], "penalty": [1, 1.1]}
+    columns = {name: rng.choice(values, n).astype(np.float32) for name, values in choices.items()}
     logits = np.stack([x for _, x in made])
     token, logprob, finite = sampler.sample(
-        torch.from_numpy(logits), torch.from_numpy(seen), *map(torch.from_numpy, (temperature, top_p, penalty)),
-        list(range(n)), torch.arange(n),
+        torch.from_numpy(logits), torch.from_numpy(seen), **{k: torch.from_numpy(v) for k, v in columns.items()},
+        seed=list(range(n)), index=torch.arange(n),
     )  # fmt: skip
     assert finite.all()
     results = {}
     for level in native_levels:
         s = native(level, vocab)
         results[level] = [
-            s.row(logits[i], seen=bitmap(seen[i]), temperature=temperature[i], top_p=top_p[i], penalty=penalty[i], seed=i, index=i)
+            s.row(logits[i], seen=bitmap(seen[i]), seed=i, index=i, **{k: v[i] for k, v in columns.items()})
             for i in range(n)
         ]
         same = [results[level][i][0] == int(token[i]) for i in range(n)]
@@ -289,7 +292,7 @@ def test_native_and_torch_draw_the_same_tokens(native_levels, native):
         assert results["avx512"] == results["avx2"], "levels with fused multiply-add agree to the last bit"
 
 
-# ---- the torch launcher's contract ------------------------------------------------------------------------------------
+# ---- the torch launcher's contract -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument", ["logits", "seen", "temperature", "top_p", "penalty", "index"])

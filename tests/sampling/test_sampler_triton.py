@@ -32,7 +32,9 @@ def buffers(n, vocab):
 def compare(n, vocab):
     """Return (equal tokens, rows) over mixed rows, and check finiteness and log probabilities."""
     r = np.random.default_rng(vocab)
-    rows = [oracle.zipf_logits(r, vocab) if i % 2 else np.round(r.normal(0, 2, vocab) * 2).astype(np.float32) / 2 for i in range(n)]
+    rows = [oracle.zipf_logits(r, vocab) for _ in range(n)]
+    for i in range(0, n, 2):
+        rows[i] = np.round(r.normal(0, 2, vocab) * 2).astype(np.float32) / 2  # many ties
     rows[0][:] = -np.inf
     rows[1][vocab // 2] = np.nan
     rows[2][0] = np.inf
@@ -64,7 +66,8 @@ def compare(n, vocab):
 def test_triton_draws_as_torch_does():
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, cwd=root, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout.strip())
     assert "rows equal" in done.stdout
@@ -86,8 +89,7 @@ def test_the_launcher_names_a_wrong_argument(argument):
 
 
 if __name__ == "__main__":
-    pairs = [(0, 0), (2**63 + 5, 2**32 - 1), (2**64 - 1, 7)]
-    results = [compare(n, vocab) for n, vocab in ((60, 40), (60, 700), (30, 1500))]
+    results = [compare(n, vocab) for n, vocab in ((40, 40), (24, 600), (10, 1100))]
     equal, total = (sum(column) for column in zip(*results, strict=True))
     assert equal >= 0.99 * total, (equal, total)
     print(f"{equal} of {total} rows equal")

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from zl import __version__
 from zl.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from zl.config import Settings, load
 from zl.errors import ConfigError
+from zl.gpu.native import build as native
 from zl.pull import MODELS, cache_folder, locate
 
 HELP = "say what the machine offers and what zl will use"
@@ -35,11 +35,6 @@ examples:
 """
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-_PATHS = (
-    ("AMX", {"amx_tile", "amx_bf16"}),
-    ("AVX-512", {"avx512f", "avx512bw", "avx512vl"}),
-    ("AVX2", {"avx2", "fma"}),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Look at everything that decides how `zl serve` runs with these settings."""
-    flags = cpu_flags()
+    levels = native.available_levels()
     gpu = find_gpu()
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    compiler = native.compiler()
     yield Finding(OK, "zl", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     yield from _packages()
-    yield _cpu(flags)
+    yield _cpu(levels)
     yield _compiler(compiler)
     yield _cores(settings)
     yield _memory()
@@ -95,12 +90,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _gpu(gpu, settings)
     yield from _addresses(settings)
     yield _model(settings)
-    yield _choice(settings, flags, gpu, compiler)
-
-
-def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Read the CPU's features as the kernel names them; empty where it does not say."""
-    return frozenset(_cpuinfo(cpuinfo, "flags").split())
+    yield _choice(settings, levels, gpu, compiler)
 
 
 def find_gpu(library: str = "libcuda.so.1") -> Gpu:
@@ -150,17 +140,11 @@ def _packages() -> Iterator[Finding]:
         yield Finding(OK, "packages", ", ".join(f"{package} {_version(package)}" for package in wanted))
 
 
-def _cpu(flags: frozenset[str]) -> Finding:
+def _cpu(levels: list[str]) -> Finding:
     model = _cpuinfo("/proc/cpuinfo", "model name") or platform.machine()
-    best = _best_path(flags)
-    if not best:
+    if not levels:
         return Finding(WARN, "cpu", f"{model}: no AVX2, so torch computes, which is slow")
-    also = [name for name, needs in _PATHS if needs <= flags]
-    return Finding(OK, "cpu", f"{model}: {', '.join(also)}")
-
-
-def _best_path(flags: frozenset[str]) -> str:
-    return next((name for name, needs in _PATHS if needs <= flags), "")
+    return Finding(OK, "cpu", f"{model}: {', '.join(levels)}")
 
 
 def _compiler(path: str | None) -> Finding:
@@ -295,12 +279,17 @@ def _model(settings: Settings) -> Finding:
     return Finding(OK, "model", f"{path}, {size / 1e6:.0f} MB")
 
 
-def _choice(settings: Settings, flags: frozenset[str], gpu: Gpu, compiler: str | None) -> Finding:
+def _choice(settings: Settings, levels: list[str], gpu: Gpu, compiler: str | None) -> Finding:
     usable = bool(gpu.count) and not _cuda_lacking()
     if settings.device == "cuda" or (settings.device == "auto" and usable):
         why = "device is cuda" if settings.device == "cuda" else "there is a GPU and what it needs is installed"
         return Finding(OK, "will use", f"cuda, because {why}")
     why = "device is cpu" if settings.device == "cpu" else "no GPU can be used"
-    best = _best_path(flags)
-    how = f"native code, {best}" if best and compiler else "torch, because of no " + ("g++" if best else "AVX2")
-    return Finding(OK if best and compiler else WARN, "will use", f"cpu ({how}), because {why}")
+    level, because = settings.cpu_level, "set as cpu_level"
+    if level == "auto":
+        level, because = (levels[0], "the best of this CPU") if levels else ("torch", "no AVX2")
+    if level != "torch" and compiler is None:
+        level, because = "torch", "no g++"
+    elif level not in (*levels, "torch") and not (level == "avx512" and "avx512f" in levels):
+        return Finding(FAIL, "will use", f"cpu_level is {level}, which this CPU lacks: {', '.join(levels) or 'torch'}")
+    return Finding(WARN if level == "torch" else OK, "will use", f"cpu with {level} ({because}), because {why}")

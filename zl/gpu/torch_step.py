@@ -64,9 +64,7 @@ class TorchStep:
         self._pool = KVPool(shape, shapes.n_pages, weights.dtype, self._device)
         self._columns = columns
         self._slots = slots
-        if sample is None:
-            from zl.sampling.sampler import sample  # here, for it brings Triton, which a given sampler does not need
-        self._sample: Sample = sample
+        self._sample: Sample = _own_sampler() if sample is None else sample
         n_rows, n_positions = columns.prompt_ids.shape
         self._rope = make_rope(shape, n_positions, self._device)
         self._eos = frozenset(shape.eos_ids)
@@ -180,3 +178,9 @@ class TorchStep:
                 flags |= LENGTH
             slot.out_flags[s] = flags
             self._done[row] = flags != 0
+
+
+def _own_sampler() -> Sample:
+    from zl.sampling.sampler import sample  # here, for it brings Triton, which a given sampler does not need
+
+    return sample

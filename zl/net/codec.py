@@ -385,7 +385,7 @@ def decode_response(payload: bytes | bytearray | memoryview) -> Response:
         list(m.logprobs),
         m.is_finished,
         m.text,
-        Finish(m.finish_reason) if m.finish_reason < len(Finish) else Finish.ERROR,
+        Finish(m.finish_reason) if 0 <= m.finish_reason < len(Finish) else Finish.ERROR,
         error,
         usage,
         server,

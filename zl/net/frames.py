@@ -6,7 +6,7 @@ and uses only `payload_length`. Refuses asyncio, protobuf and torch, so that eve
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from zl.errors import FrameError
 from zl.shapes import HEADER_BYTES, MAX_FRAME
@@ -15,11 +15,13 @@ PING = bytes(HEADER_BYTES)
 """The whole frame of a ping: a length of zero and nothing after it."""
 
 
-class Ping(NamedTuple):
+@dataclass(slots=True)
+class Ping:
     """A frame without payload arrived."""
 
 
-class Payload(NamedTuple):
+@dataclass(slots=True)
+class Payload:
     """A frame with a payload arrived."""
 
     data: bytes
@@ -82,7 +84,8 @@ class FrameDecoder:
             while end - at >= HEADER_BYTES:
                 body = at + HEADER_BYTES
                 try:
-                    length = payload_length(view[at:body], self._max_frame)
+                    # Not a view: the error's traceback would hold it, and with it `_held` from changing its size.
+                    length = payload_length(bytes(view[at:body]), self._max_frame)
                 except FrameError as error:
                     self.failed = True
                     events.append(error)

@@ -10,8 +10,8 @@ its way to us is answered DRAINING instead of meeting a reset; the server closes
 from __future__ import annotations
 
 import hmac
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 from zl.errors import Code, FrameError, InvariantError, PeerError, RequestError
 from zl.net import codec
@@ -108,36 +108,42 @@ TABLE: dict[tuple[State, Event], tuple[State, Act]] = {
 """(state, event) to (next state, what to do); a pair that is not here cannot happen, and raises."""
 
 
-class Pong(NamedTuple):
+@dataclass(slots=True)
+class Pong:
     """Answer a ping."""
 
 
-class Info(NamedTuple):
+@dataclass(slots=True)
+class Info:
     """Answer a HELLO with the server's info."""
 
     request_id: int
 
 
-class Send(NamedTuple):
+@dataclass(slots=True)
+class Send:
     """Send one whole frame."""
 
     data: bytes
     code: Code  # of the error in it, for the counters
 
 
-class Submit(NamedTuple):
+@dataclass(slots=True)
+class Submit:
     """Hand a checked request to the application."""
 
     request: Request
 
 
-class Cancel(NamedTuple):
+@dataclass(slots=True)
+class Cancel:
     """End one request in flight."""
 
     request_id: int
 
 
-class Close(NamedTuple):
+@dataclass(slots=True)
+class Close:
     """End the connection after what was sent; its requests in flight are cancelled."""
 
 

@@ -92,13 +92,19 @@ def resolve(
     t = _checked("temperature", temperature, profile.temperature, 0.0, math.inf)
     p = _checked("top_p", top_p, profile.top_p, 0.0, 1.0)
     r = _checked("repetition_penalty", penalty, profile.penalty, 0.0, math.inf, above=True)
-    # Compared as the float32 values that the columns hold: a client that spells out the profile's values gets its program.
+    # Compared as the float32 values of the columns: a client that spells out the profile's values gets its program.
     generic = _f32(t, p, r) != _f32(profile.temperature, profile.top_p, profile.penalty)
     return Sampling(t, p, r, profile, generic)
 
 
 def write(
-    columns: SamplingColumns, row: int, sampling: Sampling, *, seed: int, ignore_eos: bool = False, logprobs: bool = False
+    columns: SamplingColumns,
+    row: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    ignore_eos: bool = False,
+    logprobs: bool = False,
 ) -> None:
     """Write one row's sampling columns; call before the row is seated. `seed` counts modulo 2**64."""
     columns.temperature[row] = sampling.temperature

@@ -275,13 +275,13 @@ if HAVE_TRITON:
             tl.debug_barrier()
             chosen = first
             if not greedy:
-                # The smallest key such that what lies beyond it may be left out: four bits a pass, sixteen edges at once.
+                # The smallest key such that what lies beyond it may be left out: four bits a pass, sixteen edges.
                 spare = (1.0 - tl.maximum(p, 0.0).to(tl.float64)) * mass
                 way = tl.arange(0, 16).to(tl.int64)
                 edge_key = tl.zeros((), tl.int64)
                 beyond = tl.zeros((), tl.float64)
                 if p < 1:
-                    for step in range(0, 8):
+                    for step in range(8):
                         shift = 28 - 4 * step
                         edges = edge_key + ((way + 1) << shift) - 1
                         below = tl.zeros((16,), tl.float64)

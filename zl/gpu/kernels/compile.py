@@ -29,9 +29,12 @@ from zl.gpu.kernels import (
     norm_residual,
     prefill_attention,
     qkv_rope_write,
+    sampling_columns,
     silu_mul,
+    stop_check,
 )
-from zl.gpu.kernels.launch import Variant
+from zl.gpu.kernels.launch import Settings, Variant
+from zl.sampling import sampler
 from zl.shapes import MAX_ROWS, MODEL_LEN, ModelShape, pages_for
 
 CAPABILITIES = (80, 90)
@@ -53,8 +56,13 @@ SMOLLM2_135M = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one kernel takes. registers: a thread; frame_bytes: local memory of a thread, where spills live;
-    shared_bytes: a program; mma: the tensor-core layouts of its intermediate form, sorted, with warps along rows and columns.
+    """What one kernel takes, and what decides the order of its sums.
+
+    registers, frame_bytes  of a thread; the frame is local memory, where spills live
+    shared_bytes  of a program
+    mma           tensor-core layouts of its intermediate form: instruction, warps along rows and columns
+    reductions    the operands of its float32 sums and maxima: tensor shape, layout written out, axis
+    fmad          whether a multiply and an add were contracted anywhere
     """
 
     model: str
@@ -65,6 +73,7 @@ class Compiled:
     frame_bytes: int
     shared_bytes: int
     mma: tuple[str, ...]
+    reductions: tuple[str, ...]
     fmad: bool
     cubin_bytes: int
 
@@ -74,23 +83,24 @@ def variants(shape: ModelShape, capability: int, *, max_rows: int = MAX_ROWS, ma
     pages = pages_for(max_len)
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
     qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-    listed: list[Variant] = []
+    listed = context_loader.variants(max_rows, pages, max_len, shape.vocab)
     for bucket in BUCKETS:
-        listed += context_loader.variants(bucket, max_rows, pages, max_len, shape.vocab)[: 2 if bucket == BUCKETS[0] else 1]
         listed += linear.variants(bucket, qkv, shape.hidden, capability=capability)
         listed += linear.variants(bucket, shape.hidden, qkv_rows(shape), capability=capability, add=True)
         listed += linear.variants(bucket, 2 * shape.ffn, shape.hidden, capability=capability)
         listed += linear.variants(bucket, shape.hidden, shape.ffn, capability=capability, add=True)
-    for rows in (16, max_rows):
-        listed += linear.variants(rows, shape.vocab, shape.hidden, capability=capability)
+        listed += linear.variants(bucket, shape.vocab, shape.hidden, capability=capability)
     listed += embed_rows.variants(shape.hidden)
     listed += norm_residual.variants(shape.hidden, shape.rms_eps)
     listed += qkv_rope_write.variants(*heads, has_bias=shape.attention_bias)
     listed += decode_attention.variants(max_len, pages, *heads)
     listed += prefill_attention.variants(max_rows, max_len, pages, *heads)
     listed += silu_mul.variants(shape.ffn)
+    listed += sampling_columns.variants(shape.vocab)
+    listed += stop_check.variants(max_rows, max(1, len(shape.eos_ids)))
     listed += filter_update.variants(max_rows, shape.vocab)
-    return listed
+    # Buckets whose tiles are the same share one kernel.
+    return list({variant.name: variant for variant in listed}.values())
 
 
 def qkv_rows(shape: ModelShape) -> int:
@@ -132,6 +142,7 @@ def compile_variant(variant: Variant, capability: int, model: str = "") -> Compi
         frame,
         int(built.metadata.shared),
         tuple(sorted(set(mma_layouts(built.asm["ttgir"])))),
+        tuple(sorted(set(reductions(built.asm["ttgir"])))),
         "fma.rn.f32" in built.asm["ptx"],
         len(built.asm["cubin"]),
     )
@@ -142,6 +153,18 @@ def mma_layouts(ttgir: str) -> Iterator[str]:
     pattern = r"#ttg\.nvidia_mma<\{versionMajor = (\d).*?warpsPerCTA = \[(\d+), (\d+)\]"
     for version, rows, columns in re.findall(pattern, ttgir):
         yield f"v{version} warps {rows}x{columns}"
+
+
+def reductions(ttgir: str) -> Iterator[str]:
+    """Yield shape, layout and axis of each reduction over a two-dimensional float32 tensor."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.MULTILINE))
+    operand = re.compile(r"\}\) : \(tensor<(\d+(?:x\d+)*)xf32, (#\w+)>")
+    for body in ttgir.split('"tt.reduce"')[1:]:
+        # The operand's type follows the combining region, the first `})` of the text after the operation's name.
+        at = operand.match(body, body.index("})"))
+        axis = re.search(r"axis = (\d+)", body)
+        if at and axis and "x" in at[1]:
+            yield f"{at[1]} axis {axis[1]} {layouts[at[2]]}"
 
 
 EIATTR_FRAME_SIZE = 0x11
@@ -195,13 +218,14 @@ def compile_all(
 
 
 def sampler_variants(shape: ModelShape) -> list[Variant]:
-    """List the sampler's kernels, which its own module describes as `variants(n_rows, vocab)`; none where it has no such."""
-    try:
-        from zl.sampling import sampler
-    except ImportError:
+    """List the sampler's kernel, whose launcher is `zl.sampling.sampler.sample_triton`."""
+    types = {name: "*fp32" for name in ("logits", "temperature", "top_p", "penalty", "weights", "logprob")}
+    types |= {name: "*i64" for name in ("seed", "index", "token")} | {"seen": "*i32", "finite": "*i1"}
+    kernel: Any = getattr(sampler, "_sample_kernel", None)
+    if kernel is None:
         return []
-    describe: Any = sampler
-    return list(describe.variants(MAX_ROWS, shape.vocab)) if hasattr(sampler, "variants") else []
+    settings = Settings({"VOCAB": shape.vocab, "BLOCK": sampler.BLOCK}, num_warps=8)
+    return [Variant(f"sampler V={shape.vocab}", kernel, types, settings)]
 
 
 def report(compiled: Sequence[Compiled]) -> str:

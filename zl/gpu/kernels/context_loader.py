@@ -1,6 +1,7 @@
 """Context loader: turn a step's segments into the token columns that the forward pass reads.
 
-One launch whatever the number of messages and rows; a second one builds the exact penalty bitmap of rows that start.
+One launch starts the rows whose first segment this is: their page table moves to the device, their exact penalty bitmap is
+built. The next writes the token columns, whatever the number of messages and rows.
 State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -40,11 +41,13 @@ class Plan(NamedTuple):
 class Rows(NamedTuple):
     """What a row's steps read; W = ceil(vocab / 32).
 
-    page_table int32 [R, P], -1 where unused; prompt_ids int32 [R, max_len] (mapped host memory); prompt_len int32 [R];
-    last_token int32 [R]; done uint8 [R]; seen int32 or uint32 [R, W]
+    In mapped host memory: page_table int32 [R, P], -1 where unused; prompt_ids int32 [R, max_len]; prompt_len int32 [R].
+    On the device: table int32 [R, P], the page table that attention walks, copied when a row starts; last_token int32 [R];
+    done uint8 [R]; seen int32 or uint32 [R, W]
     """
 
     page_table: torch.Tensor
+    table: torch.Tensor
     prompt_ids: torch.Tensor
     prompt_len: torch.Tensor
     last_token: torch.Tensor
@@ -64,6 +67,7 @@ class Context(NamedTuple):
     last_index      int32 [R], the token that yields logits; -1 where none does
     seg_skipped     uint8 [R], 1 where the row was done before this step
     n_tokens        int32 [1], live tokens
+    n_segs          int32 [1], segments
     """
 
     token_ids: torch.Tensor
@@ -78,6 +82,7 @@ class Context(NamedTuple):
     last_index: torch.Tensor
     seg_skipped: torch.Tensor
     n_tokens: torch.Tensor
+    n_segs: torch.Tensor
 
     @classmethod
     def allocate(cls, n_tokens: int, n_rows: int, device: str | torch.device = "cpu") -> Context:
@@ -85,16 +90,18 @@ class Context(NamedTuple):
         tokens = [torch.zeros(n_tokens, dtype=torch.int32, device=device) for _ in range(5)]
         segments = [torch.zeros(n_rows, dtype=torch.int32, device=device) for _ in range(5)]
         skipped = torch.zeros(n_rows, dtype=torch.uint8, device=device)
-        return cls(*tokens, *segments, skipped, torch.zeros(1, dtype=torch.int32, device=device))
+        counts = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+        return cls(*tokens, *segments, skipped, *counts)
 
 
-@triton.jit
+# Not specialised: one binary serves all token buckets.
+@triton.jit(do_not_specialize=["n_places"])
 def _context_kernel(
     n_segs, seg_row, seg_start, seg_len, seg_flags,
-    page_table, prompt_ids, prompt_len, last_token, done,
+    table, prompt_ids, prompt_len, last_token, done,
     token_ids, positions, row_of_token, slot_of_token, tail_of_token,
-    out_row, out_start, out_tokens, out_offset, last_index, seg_skipped, n_tokens,
-    T: tl.constexpr, R: tl.constexpr, R_POW2: tl.constexpr, P: tl.constexpr, MAX_LEN: tl.constexpr,
+    out_row, out_start, out_tokens, out_offset, last_index, seg_skipped, n_tokens, out_n_segs, n_places,
+    R: tl.constexpr, R_POW2: tl.constexpr, P: tl.constexpr, MAX_LEN: tl.constexpr,
     BLOCK: tl.constexpr, PAGE_TOKENS: tl.constexpr,
 ):  # fmt: skip
     # Every program reads all segments and packs them for itself: cheaper than a second launch, and no program waits.
@@ -110,7 +117,7 @@ def _context_kernel(
     n = tl.where(skipped, 0, planned)
     end = tl.cumsum(n, 0)
     offset = end - n
-    total = tl.minimum(tl.sum(n, 0), T)
+    total = tl.minimum(tl.sum(n, 0), n_places)
 
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     hit = (offset[None, :] <= t[:, None]) & (t[:, None] < end[None, :])
@@ -118,7 +125,7 @@ def _context_kernel(
     t_start = tl.sum(tl.where(hit, start[None, :], 0), 1)
     t_offset = tl.sum(tl.where(hit, offset[None, :], 0), 1)
     t_end = tl.sum(tl.where(hit, end[None, :], 0), 1)
-    inside = t < T
+    inside = t < n_places
     used = t < total
     pos = t_start + t - t_offset
     used = used & (pos >= 0) & (pos < MAX_LEN)
@@ -127,7 +134,7 @@ def _context_kernel(
     given = tl.load(prompt_ids + wide_row * MAX_LEN + pos, mask=used & from_prompt, other=0)
     drawn = tl.load(last_token + t_row, mask=used & (pos >= 0), other=0)
     token = tl.where(from_prompt, given, drawn)
-    page = tl.load(page_table + t_row * P + pos // PAGE_TOKENS, mask=used, other=-1)
+    page = tl.load(table + t_row * P + pos // PAGE_TOKENS, mask=used, other=-1)
     in_page = pos % PAGE_TOKENS
     slot = tl.where(page >= 0, page * PAGE_TOKENS + in_page, -1)
     # The segment's last token clears the rest of its page, if that page's first token is written in this step too:
@@ -145,17 +152,18 @@ def _context_kernel(
         tl.store(out_row + s, row, mask=place)
         tl.store(out_start + s, start, mask=place)
         tl.store(out_tokens + s, n, mask=place)
-        tl.store(out_offset + s, offset, mask=place)
-        tl.store(last_index + s, tl.where(((flags & 1) != 0) & (n > 0), end - 1, -1), mask=place)
+        tl.store(out_offset + s, tl.minimum(offset, n_places), mask=place)
+        tl.store(last_index + s, tl.where(((flags & 1) != 0) & (n > 0), tl.minimum(end, n_places) - 1, -1), mask=place)
         tl.store(seg_skipped + s, skipped.to(tl.uint8), mask=place)
         tl.store(done + row, tl.zeros([R_POW2], tl.uint8), mask=first)
         tl.store(n_tokens, total)
+        tl.store(out_n_segs, tl.minimum(tl.load(n_segs), R))
 
 
 @triton.jit
-def _seen_kernel(
-    n_segs, seg_row, seg_flags, prompt_ids, prompt_len, seen,
-    MAX_LEN: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+def _start_kernel(
+    n_segs, seg_row, seg_flags, page_table, table, prompt_ids, prompt_len, seen,
+    P: tl.constexpr, MAX_LEN: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0)
     if s >= tl.load(n_segs):
@@ -164,6 +172,9 @@ def _seen_kernel(
         return
     row = tl.load(seg_row + s).to(tl.int64)
     lane = tl.arange(0, BLOCK)
+    for p in range(0, P, BLOCK):
+        page = tl.load(page_table + row * P + p + lane, mask=p + lane < P, other=-1)
+        tl.store(table + row * P + p + lane, page, mask=p + lane < P)
     words = seen + row * WORDS
     for w in range(0, WORDS, BLOCK):
         tl.store(words + w + lane, tl.zeros([BLOCK], tl.int32), mask=w + lane < WORDS)
@@ -176,16 +187,15 @@ def _seen_kernel(
         tl.atomic_or(words + (token >> 5), bit, mask=(token >= 0) & (token < VOCAB), sem="relaxed")
 
 
-def settings(n_tokens: int, n_rows: int, pages_per_row: int, max_len: int) -> Settings:
-    """Return the launch settings of the loader for a bucket."""
+def settings(n_rows: int, pages_per_row: int, max_len: int) -> Settings:
+    """Return the launch settings of the loader."""
     return Settings(
         {
-            "T": n_tokens,
             "R": n_rows,
             "R_POW2": power_of_two(n_rows),
             "P": pages_per_row,
             "MAX_LEN": max_len,
-            "BLOCK": min(128, power_of_two(n_tokens)),
+            "BLOCK": 64,
             "PAGE_TOKENS": PAGE,
         },
         num_warps=8,
@@ -193,9 +203,11 @@ def settings(n_tokens: int, n_rows: int, pages_per_row: int, max_len: int) -> Se
     )
 
 
-def seen_settings(max_len: int, vocab: int) -> Settings:
-    """Return the launch settings of the bitmap kernel."""
-    return Settings({"MAX_LEN": max_len, "WORDS": -(-vocab // 32), "VOCAB": vocab, "BLOCK": 512}, 4, 1)
+def start_settings(pages_per_row: int, max_len: int, vocab: int) -> Settings:
+    """Return the launch settings of the kernel that starts rows."""
+    return Settings(
+        {"P": pages_per_row, "MAX_LEN": max_len, "WORDS": -(-vocab // 32), "VOCAB": vocab, "BLOCK": 512}, 4, 1
+    )
 
 
 def _check(plan: Plan, rows: Rows, out: Context, vocab: int) -> tuple[int, int]:
@@ -206,6 +218,7 @@ def _check(plan: Plan, rows: Rows, out: Context, vocab: int) -> tuple[int, int]:
     expect("seg_flags", plan.seg_flags, torch.uint8, n_rows)
     expect("page_table", rows.page_table, torch.int32, None, None)
     capacity = rows.page_table.shape[0]
+    expect("table", rows.table, torch.int32, *rows.page_table.shape)
     expect("prompt_ids", rows.prompt_ids, torch.int32, capacity, None)
     expect("prompt_len", rows.prompt_len, torch.int32, capacity)
     expect("last_token", rows.last_token, torch.int32, capacity)
@@ -221,6 +234,7 @@ def _check(plan: Plan, rows: Rows, out: Context, vocab: int) -> tuple[int, int]:
         expect(f"out.{name}", getattr(out, name), torch.int32, n_rows)
     expect("seg_skipped", out.seg_skipped, torch.uint8, n_rows)
     expect("n_tokens", out.n_tokens, torch.int32, 1)
+    expect("out.n_segs", out.n_segs, torch.int32, 1)
     return n_tokens, n_rows
 
 
@@ -228,7 +242,7 @@ def load_context(plan: Plan, rows: Rows, out: Context, *, vocab: int) -> None:
     """Write the step's token columns and start the rows whose first segment this is.
 
     plan    the step's segments, at most one a row; more tokens than T are cut (the planner never sends them)
-    rows    row columns; `done` and `seen` are written where a segment is FIRST
+    rows    row columns; `table`, `done` and `seen` are written where a segment is FIRST
     out     written, every element of it
     Token   prompt_ids[row, pos] below prompt_len[row], last_token[row] from there on
     Ready   after the current stream; safe to capture
@@ -236,17 +250,18 @@ def load_context(plan: Plan, rows: Rows, out: Context, *, vocab: int) -> None:
     """
     n_tokens, n_rows = _check(plan, rows, out, vocab)
     max_len = rows.prompt_ids.shape[1]
-    chosen = settings(n_tokens, n_rows, rows.page_table.shape[1], max_len)
+    chosen = settings(n_rows, rows.page_table.shape[1], max_len)
+    start = start_settings(rows.page_table.shape[1], max_len, vocab)
+    _start_kernel[(n_rows,)](
+        plan.n_segs, plan.seg_row, plan.seg_flags, rows.page_table, rows.table, rows.prompt_ids, rows.prompt_len,
+        rows.seen.view(torch.int32), **start.keywords(),
+    )  # fmt: skip
     _context_kernel[(triton.cdiv(n_tokens, chosen.constexprs["BLOCK"]),)](
         *plan,
-        rows.page_table, rows.prompt_ids, rows.prompt_len, rows.last_token, rows.done,
+        rows.table, rows.prompt_ids, rows.prompt_len, rows.last_token, rows.done,
         out.token_ids, out.positions, out.row_of_token, out.slot_of_token, out.tail_of_token,
         out.seg_row, out.seg_start, out.seg_tokens, out.seg_offset, out.last_index, out.seg_skipped, out.n_tokens,
-        **chosen.keywords(),
-    )  # fmt: skip
-    _seen_kernel[(n_rows,)](
-        plan.n_segs, plan.seg_row, plan.seg_flags, rows.prompt_ids, rows.prompt_len, rows.seen.view(torch.int32),
-        **seen_settings(max_len, vocab).keywords(),
+        out.n_segs, n_tokens, **chosen.keywords(),
     )  # fmt: skip
 
 
@@ -265,6 +280,7 @@ def load_context_reference(plan: Plan, rows: Rows, out: Context, *, vocab: int) 
         row, start, n, flags = (int(column[s]) if used else 0 for column in plan[1:])
         if flags & FIRST:
             rows.done[row] = 0
+            rows.table[row] = rows.page_table[row]
             words = [0] * seen.shape[1]
             for token in rows.prompt_ids[row, : int(rows.prompt_len[row])].tolist():
                 if 0 <= token < vocab:
@@ -277,7 +293,7 @@ def load_context_reference(plan: Plan, rows: Rows, out: Context, *, vocab: int) 
         for pos in range(start, start + n):
             if t == n_tokens:
                 break
-            page = int(rows.page_table[row, pos // PAGE])
+            page = int(rows.table[row, pos // PAGE])
             known = pos < int(rows.prompt_len[row])
             out.token_ids[t] = rows.prompt_ids[row, pos] if known else rows.last_token[row]
             out.positions[t] = pos
@@ -290,19 +306,19 @@ def load_context_reference(plan: Plan, rows: Rows, out: Context, *, vocab: int) 
         if flags & SAMPLE and n:
             out.last_index[s] = t - 1
     out.n_tokens[0] = t
+    out.n_segs[0] = min(int(plan.n_segs), n_rows)
 
 
-def variants(n_tokens: int, n_rows: int, pages_per_row: int, max_len: int, vocab: int) -> list[Variant]:
-    """List what a build compiles of this file for one bucket."""
+def variants(n_rows: int, pages_per_row: int, max_len: int, vocab: int) -> list[Variant]:
+    """List what a build compiles of this file."""
     columns = {
         name: "*u8" if name in ("seg_flags", "done", "seg_skipped") else "*i32"
         for name in _context_kernel.arg_names
         if not name.isupper()
     }
-    seen = {name: "*u8" if name == "seg_flags" else "*i32" for name in _seen_kernel.arg_names if not name.isupper()}
+    columns["n_places"] = "i32"
+    start = {name: "*u8" if name == "seg_flags" else "*i32" for name in _start_kernel.arg_names if not name.isupper()}
     return [
-        Variant(
-            f"context_loader T={n_tokens}", _context_kernel, columns, settings(n_tokens, n_rows, pages_per_row, max_len)
-        ),
-        Variant(f"context_seen V={vocab}", _seen_kernel, seen, seen_settings(max_len, vocab)),
+        Variant(f"context_loader R={n_rows}", _context_kernel, columns, settings(n_rows, pages_per_row, max_len)),
+        Variant(f"context_start V={vocab}", _start_kernel, start, start_settings(pages_per_row, max_len, vocab)),
     ]

@@ -16,11 +16,16 @@ import triton.language as tl
 from zl.errors import ShapeError
 from zl.gpu.kernels.attention import attention_reference
 from zl.gpu.kernels.launch import Settings, Variant, expect, expect_same_device
-from zl.gpu.kernels.paged_block import LOG2_E, attend_split, group_rows, merge_split, split_tokens
+from zl.gpu.kernels.paged_block import (
+    LOG2_E,
+    TILE_ROWS,
+    attend_split,
+    group_rows,
+    merge_split,
+    split_tokens,
+    tile_warps,
+)
 from zl.shapes import PAGE, pages_for
-
-ROWS_A_WARP = 16
-
 
 class Segments(NamedTuple):
     """Where the segments' tokens are, as `context_loader.Context` has it: int32 [R] each, device.
@@ -127,13 +132,13 @@ def settings(max_len: int, pages_per_row: int, n_heads: int, n_kv_heads: int, he
             "H": n_heads,
             "KH": n_kv_heads,
             "D": head_dim,
-            "M": ROWS_A_WARP,
+            "M": TILE_ROWS,
             "N_SPLITS": triton.cdiv(max_len, split),
             "SPLIT": split,
             "PAGE_TOKENS": PAGE,
             "SCALE": head_dim**-0.5 * LOG2_E,
         },
-        num_warps=1,
+        num_warps=tile_warps(head_dim),
         num_stages=3,
         fp_fusion=False,
     )

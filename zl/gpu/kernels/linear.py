@@ -22,22 +22,22 @@ HOPPER = 90
 """Compute capability, times ten, from which tiles of 64 rows use wgmma."""
 
 
-@triton.jit
+# Not specialised: the number of row tiles is the only thing about a bucket that the kernel knows, and one binary serves all.
+@triton.jit(do_not_specialize=["n_row_tiles"])
 def _linear_kernel(
-    x, weight, bias, out, n_live,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, weight, bias, out, n_live, n_row_tiles,
+    N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    N_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     # Row tiles vary fastest: those that share a tile of the weight run together and find it in L2.
     pid = tl.program_id(0)
-    first_row = (pid % N_M) * BLOCK_M
+    first_row = (pid % n_row_tiles) * BLOCK_M
     live = tl.load(n_live)
     if first_row >= live:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
-    columns = (pid // N_M) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = (pid // n_row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     row_ok = rows < live
     column_ok = columns < N
@@ -88,7 +88,6 @@ def settings(m: int, n: int, k: int, *, capability: int, has_bias: bool = False,
         block_n, warps, stages = (64, 4, 6) if n >= 16_384 else (32, 4, 8)
     return Settings(
         {
-            "M": m,
             "N": n,
             "K": k,
             "BLOCK_M": block_m,
@@ -147,8 +146,9 @@ def linear(
     """
     m, n, k = _check(x, weight, out, n_live, bias, add)
     chosen = settings(m, n, k, capability=capability, has_bias=bias is not None, add=add)
-    grid = triton.cdiv(m, chosen.constexprs["BLOCK_M"]) * triton.cdiv(n, chosen.constexprs["BLOCK_N"])
-    _linear_kernel[(grid,)](x, weight, bias, out, n_live, **chosen.keywords())
+    n_row_tiles = triton.cdiv(m, chosen.constexprs["BLOCK_M"])
+    grid = n_row_tiles * triton.cdiv(n, chosen.constexprs["BLOCK_N"])
+    _linear_kernel[(grid,)](x, weight, bias, out, n_live, n_row_tiles, **chosen.keywords())
 
 
 def linear_reference(
@@ -172,8 +172,9 @@ def variants(
     m: int, n: int, k: int, *, capability: int, has_bias: bool = False, add: bool = False, out: str = "*fp32"
 ) -> list[Variant]:
     """List what a build compiles of this file for one bucket and weight shape."""
-    types = {"x": "*bf16", "weight": "*bf16", "out": out, "n_live": "*i32"}
+    types = {"x": "*bf16", "weight": "*bf16", "out": out, "n_live": "*i32", "n_row_tiles": "i32"}
     if has_bias:
         types["bias"] = "*fp32"
     chosen = settings(m, n, k, capability=capability, has_bias=has_bias, add=add)
-    return [Variant(f"linear {m}x{n}x{k}{' +=' if add else ''}", _linear_kernel, types, chosen)]
+    what = f"{' +bias' if has_bias else ''}{' +=' if add else ''}"
+    return [Variant(f"linear {chosen.constexprs['BLOCK_M']}:{n}x{k}{what}", _linear_kernel, types, chosen)]

@@ -1,8 +1,9 @@
 """What decode and prefill attention share, so that a token's bits are the same whichever of them computes it.
 
 The keys of a row are cut into splits of a fixed number of tokens. Inside a split, pages are taken in order, one page at a
-time, with a running maximum; splits are then merged in order. Both kernels use the two functions here, compiled without
-contraction of multiply and add, with 16 query rows a warp. State: none. Refuses model, rows and the environment.
+time, with a running maximum; splits are then merged in order. Both kernels use the two functions here on tiles of the same
+size and the same number of warps, so that sums run in the same order inside a page too, and both are compiled without
+contraction of multiply and add. State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
@@ -17,6 +18,9 @@ from zl.gpu.kernels.launch import INTERPRETED, power_of_two
 from zl.shapes import PAGE
 
 LOG2_E = 1.4426950408889634
+TILE_ROWS = 16
+"""Query rows of a tile: the fewest that a tensor core takes. From 64 rows on Hopper would take another instruction."""
+
 MAX_SPLITS = 16
 MIN_SPLIT = 256
 
@@ -31,6 +35,11 @@ def group_rows(n_heads: int, n_kv_heads: int) -> int:
     if n_kv_heads <= 0 or n_heads % n_kv_heads or n_heads // n_kv_heads > 16:
         raise ShapeError("q", f"{n_heads} heads over {n_kv_heads}", "1 to 16 query heads for each KV head")
     return power_of_two(n_heads // n_kv_heads)
+
+
+def tile_warps(head_dim: int) -> int:
+    """Return the warps of a tile: a wide head's accumulators do not fit one warp's registers."""
+    return max(1, head_dim // 64)
 
 
 @triton.jit

@@ -13,12 +13,16 @@ import triton.language as tl
 
 from zl.gpu.kernels.decode_attention import Segments, attend_reference, check_attention
 from zl.gpu.kernels.launch import Settings, Variant, power_of_two
-from zl.gpu.kernels.paged_block import LOG2_E, attend_split, group_rows, merge_split, split_tokens
+from zl.gpu.kernels.paged_block import (
+    LOG2_E,
+    TILE_ROWS,
+    attend_split,
+    group_rows,
+    merge_split,
+    split_tokens,
+    tile_warps,
+)
 from zl.shapes import PAGE
-
-TILE_ROWS = 32
-"""Query rows of a tile, two warps of 16. From 64 rows on Hopper would take another tensor-core instruction than decode's
-16 rows take, and nothing promises that the two round alike."""
 
 
 @triton.jit
@@ -87,7 +91,7 @@ def settings(
             "SCALE": head_dim**-0.5 * LOG2_E,
             "MIN_TOKENS": min_tokens,
         },
-        num_warps=2,
+        num_warps=tile_warps(head_dim),
         num_stages=3,
         fp_fusion=False,
     )

@@ -8,9 +8,12 @@
 
 zl_context* zl_open(const zl_config* config, const zl_columns* columns, const zl_slot* slots) {
     if (config->n_threads < 1 || config->n_threads > zl::kMaxThreads) return nullptr;
-    auto* c = new (std::nothrow) zl_context(*config, *columns, slots);
-    if (!c) return nullptr;
-    if (c->allocate()) return c;
+    zl_context* c = nullptr;
+    try {  // no exception may cross the C interface
+        c = new zl_context(*config, *columns, slots);
+        if (c->allocate()) return c;
+    } catch (const std::bad_alloc&) {
+    }
     delete c;
     return nullptr;
 }
@@ -32,11 +35,6 @@ int zl_wait(zl_context* c, uint32_t seq) {
 }
 
 void zl_close(zl_context* c) { delete c; }
-
-int64_t zl_pool_bytes(const zl_config* config) {
-    zl::Sizes n(*config);
-    return (int64_t)n.layers * n.layer_elems * n.elem;
-}
 
 namespace {
 

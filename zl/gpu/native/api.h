@@ -56,8 +56,9 @@ struct zl_context;
 
 // Opens a context with weights, pool and scratch allocated and no thread running; null when memory is refused.
 zl_context* zl_open(const zl_config*, const zl_columns*, const zl_slot* slots /*[2]*/);
-// Packs one tensor. Matrices: [rows, cols] row-major in the context's dtype; norms and biases: float32.
-int zl_weight(zl_context*, int name, int layer, const void* data, int64_t rows, int64_t cols);
+// Packs one tensor. Matrices: [rows, cols] row-major in the context's dtype; norms and biases: float32 [1, cols].
+// Returns 0 when name, layer or size do not fit the config.
+int zl_weight(zl_context*, int name, int layer, const void* data, int64_t rows, int64_t cols, int is_matrix);
 // cos, sin: float32 [n_pos, head_dim / 2].
 int zl_rope(zl_context*, const float* cos, const float* sin, int64_t n_pos);
 // Touches the pool and starts the workers.
@@ -67,7 +68,6 @@ uint32_t zl_launch(zl_context*, int slot);
 int zl_wait(zl_context*, uint32_t seq);
 void zl_close(zl_context*);
 
-int64_t zl_pool_bytes(const zl_config*);
 // Debugging and the fallback; only while no step is in flight. k, v: float32 [n, n_kv_heads, head_dim].
 int zl_read_kv(zl_context*, int layer, int row, int start, int n, float* k, float* v);
 int zl_write_kv(zl_context*, int layer, int row, int start, int n, const float* k, const float* v);

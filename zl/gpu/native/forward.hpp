@@ -184,12 +184,12 @@ struct Forward {
         const zl_columns& col = c.columns;
         const int row = s.row, made = s.start + s.len - col.prompt_len[row];  // tokens generated before this one
         uint32_t* seen = c.seen + (size_t)row * n.seen_words;
-        DrawRequest r{c.logits + (size_t)i * n.logit_stride, n.vocab, seen, col.temperature[row], col.top_p[row],
-                      col.penalty[row], col.seed[row], (uint32_t)made, (col.row_flags[row] & ZL_LOGPROBS) != 0};
         int32_t token = -1;
         float logprob = 0;
         uint8_t flags = 0;
-        drawer.draw(r, &token, &logprob, &flags);
+        zl_sample_row(c.logits + (size_t)i * n.logit_stride, n.vocab, seen, col.temperature[row], col.top_p[row],
+                      col.penalty[row], col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags,
+                      (col.row_flags[row] & ZL_LOGPROBS) != 0);
         if (flags & ZL_NUMERIC) {
             token = -1;
             logprob = 0;

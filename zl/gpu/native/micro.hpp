@@ -15,6 +15,7 @@ constexpr int kMaxR = 5, kMaxNT = 1;
 
 template <int R, int NT>
 inline void tile_step(const float* a, size_t rs, const float* b, size_t bts, V16 (&acc)[R][NT]) {
+#pragma GCC unroll 2
     for (int k = 0; k < 32; k++) {
         V16 col[NT];
         for (int t = 0; t < NT; t++) col[t] = vload(b + t * bts + k * 16);
@@ -28,6 +29,7 @@ inline void tile_step(const float* a, size_t rs, const float* b, size_t bts, V16
 #if defined(__AVX512BF16__)
 template <int R, int NT>
 inline void tile_step(const bf16* a, size_t rs, const bf16* b, size_t bts, V16 (&acc)[R][NT]) {
+#pragma GCC unroll 2
     for (int k = 0; k < 16; k++) {
         __m512bh col[NT];
         for (int t = 0; t < NT; t++) col[t] = (__m512bh)_mm512_loadu_si512(b + t * bts + k * 32);
@@ -59,6 +61,7 @@ inline V16 pair_high(const bf16* p) {
 }
 template <int R, int NT>
 inline void tile_step(const bf16* a, size_t rs, const bf16* b, size_t bts, V16 (&acc)[R][NT]) {
+#pragma GCC unroll 2
     for (int k = 0; k < 16; k++) {
         for (int t = 0; t < NT; t++) {
             V16 lo = pair_low(b + t * bts + k * 32), hi = pair_high(b + t * bts + k * 32);
@@ -73,7 +76,7 @@ inline void tile_step(const bf16* a, size_t rs, const bf16* b, size_t bts, V16 (
 
 // c[r][t*16..] = (add ? c : 0) + a[r][.] . b; rs, ks: strides of a by row and by 32 k; bks, bts: of b by k tile and column tile.
 template <class T, int R, int NT>
-inline void product(const T* a, size_t rs, size_t ks, const T* b, size_t bks, size_t bts, int kt, float* c, size_t ldc,
+__attribute__((noinline)) void product(const T* a, size_t rs, size_t ks, const T* b, size_t bks, size_t bts, int kt, float* c, size_t ldc,
                     bool add) {
     V16 acc[R][NT];
     for (int r = 0; r < R; r++)

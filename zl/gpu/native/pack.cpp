@@ -131,11 +131,9 @@ static bool pack_vector(zl_context& c, int name, int layer, const float* src, in
 
 }  // namespace zl
 
-int zl_weight(zl_context* c, int name, int layer, const void* data, int64_t rows, int64_t cols) {
+int zl_weight(zl_context* c, int name, int layer, const void* data, int64_t rows, int64_t cols, int is_matrix) {
     if (name > ZL_HEAD && (layer < 0 || layer >= c->n.layers)) return 0;
-    if (rows == 1 && name != ZL_EMBED && name != ZL_HEAD && !(name >= ZL_WQ && name <= ZL_WO) &&
-        !(name >= ZL_GATE && name <= ZL_DOWN))
-        return zl::pack_vector(*c, name, layer, (const float*)data, (int)cols);
+    if (!is_matrix) return zl::pack_vector(*c, name, layer, (const float*)data, (int)cols);
     if (c->config.is_bf16) return zl::pack_matrix(*c, name, layer, (const zl::bf16*)data, (int)rows, (int)cols);
     return zl::pack_matrix(*c, name, layer, (const float*)data, (int)rows, (int)cols);
 }

@@ -1,0 +1,1 @@
+"""Measurements of single parts, without a socket."""

@@ -1,0 +1,133 @@
+"""Time one native step by stage, beside its bounds: `python -m bench.micro.step [--rows 1,16,...] [--tokens 200]`.
+
+Random weights of SmolLM2-135M's shape; rows sit at about `--tokens` tokens of context. All row counts take turns in
+every round of one process, so that a slow moment of the machine hits them alike; median and tenth percentile are shown.
+`--prefill N` times chunks of N prompt tokens instead of decode steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from zl.gpu.native.step import STAGES, NativeStep
+from zl.gpu.pinned import FIRST, IGNORE_EOS, SAMPLE, RowColumns, StepSlot
+from zl.shapes import PAGE, ModelShape, Shapes, pages_for
+
+SMOL = ModelShape(
+    "random SmolLM2-135M", n_layers=30, hidden=576, n_heads=9, n_kv_heads=3, head_dim=64, ffn=1536, vocab=49_152,
+    max_position=2048, rms_eps=1e-5, rope_theta=10_000.0,
+)  # fmt: skip
+
+
+class RandomWeights(dict[str, torch.Tensor]):
+    """Tensors made when asked for, so that only the packed copy stays in memory."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype):
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+
+    def __contains__(self, name: object) -> bool:
+        return not str(name).rsplit(".", 1)[-1].startswith("b")
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        s, part = self.shape, name.rsplit(".", 1)[-1]
+        q, kv = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
+        size: Sequence[int] = {
+            "embed": (s.vocab, s.hidden), "head": (s.vocab, s.hidden), "wq": (q, s.hidden), "wk": (kv, s.hidden),
+            "wv": (kv, s.hidden), "wo": (s.hidden, q), "w_gate": (s.ffn, s.hidden), "w_up": (s.ffn, s.hidden),
+            "w_down": (s.hidden, s.ffn),
+        }.get(part, (s.hidden,))  # fmt: skip
+        return torch.ones(size) if len(size) == 1 else (torch.randn(size) * size[1] ** -0.5).to(self.dtype)
+
+
+def build(rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads: int, level: str) -> tuple:
+    """Open an engine with `rows` rows of `tokens` prompt tokens on scattered pages."""
+    each = pages_for(tokens + PAGE)
+    sizes = Shapes(max_rows=rows, max_model_len=each * PAGE, n_pages=rows * each)
+    columns, slots = RowColumns(sizes), [StepSlot(sizes), StepSlot(sizes)]
+    rng = np.random.default_rng(0)
+    columns.prompt_ids[:, :tokens] = rng.integers(0, SMOL.vocab, (rows, tokens))
+    columns.prompt_len.fill(tokens)
+    columns.max_new.fill(1 << 30)
+    columns.page_table[:] = rng.permutation(rows * each).reshape(rows, each)
+    columns.temperature.fill(0.7)
+    columns.top_p.fill(0.95)
+    columns.penalty.fill(1.1)
+    columns.seed[:] = np.arange(rows)
+    columns.row_flags.fill(IGNORE_EOS)
+    step = NativeStep(SMOL, RandomWeights(SMOL, dtype), columns, slots, rows * each, step_tokens, threads, level)
+    return step, slots
+
+
+def run(step: NativeStep, slot: StepSlot, segments: list[tuple[int, int, int, int]]) -> dict[str, float]:
+    """Run one step of (row, start, length, flags); its times."""
+    slot.n_segs[0] = len(segments)
+    table = np.array(segments, np.int64)
+    for column, values in zip((slot.seg_row, slot.seg_start, slot.seg_len, slot.seg_flags), table.T, strict=True):
+        column[: len(segments)] = values
+    step.wait(step.launch(0))
+    return step.times()
+
+
+def bound_us(rows: int, tokens: int, elem: int, gbps: float, tflops: float) -> float:
+    """The larger of bytes over bandwidth and operations over peak, in microseconds."""
+    s = SMOL
+    kv = 2 * s.n_layers * s.n_kv_heads * s.head_dim * tokens * rows
+    layer = s.hidden * s.head_dim * (2 * s.n_heads + 2 * s.n_kv_heads) + 3 * s.hidden * s.ffn
+    params = s.n_layers * layer + s.vocab * s.hidden
+    flops = 2 * params * rows + 2 * kv * s.n_heads / s.n_kv_heads
+    return max((params + kv) * elem / gbps / 1e3, flops / tflops / 1e6)
+
+
+def main() -> None:
+    """Run the benchmark and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,16,32,128,256")
+    parser.add_argument("--tokens", type=int, default=200, help="context of each row")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--level", default="auto")
+    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16")
+    parser.add_argument("--prefill", type=int, default=0, help="time prompt chunks of this many tokens instead")
+    parser.add_argument("--gbps", type=float, default=28.0, help="measured memory bandwidth, for the bound")
+    parser.add_argument("--tflops", type=float, default=5.8, help="measured matrix peak, for the bound")
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    counts = [int(n) for n in args.rows.split(",")]
+    step, slots = build(max(counts), args.tokens, max(512, args.prefill), dtype, args.threads, args.level)
+    per = max(1, 512 // args.tokens)  # rows prefilled in one step
+    for row in range(0, max(counts), per):
+        rows = range(row, min(row + per, max(counts)))
+        for start in range(0, args.tokens, 512):
+            size = min(512, args.tokens - start)
+            run(step, slots[0], [(r, start, size, FIRST if not start else 0) for r in rows])
+    samples: dict[int, list[dict[str, float]]] = {n: [] for n in counts}
+    for _ in range(args.rounds):
+        for n in counts:
+            if args.prefill:
+                plan = [(r, 0, min(args.prefill, args.tokens), FIRST | SAMPLE) for r in range(n)]
+            else:
+                plan = [(r, args.tokens, 1, SAMPLE) for r in range(n)]
+            samples[n].append(run(step, slots[0], plan))
+    print(f"{step.name}, {args.threads} threads, {args.tokens} tokens of context")
+    print("microseconds: median (tenth percentile)")
+    print("stage".ljust(12) + "".join(f"{f'{n} rows':>20}" for n in counts))
+    for stage in STAGES:
+        cells = []
+        for n in counts:
+            values = np.array([s[stage] for s in samples[n]])
+            cells.append(f"{np.median(values):12.0f} {f'({np.percentile(values, 10):.0f})':>7}")
+        print(stage.ljust(12) + "".join(cells))
+    if not args.prefill:
+        bounds = (bound_us(n, args.tokens, dtype.itemsize, args.gbps, args.tflops) for n in counts)
+        print("bound".ljust(12) + "".join(f"{b:12.0f}        " for b in bounds))
+    step.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Context loader, filter update and embedding rows: integers and copies, so equal to their references exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.gpu.kernel_kit import DEVICE, ints, normal
+from zl.errors import ShapeError
+from zl.gpu import pinned
+from zl.gpu.kernels import context_loader
+from zl.gpu.kernels.context_loader import Context, Plan, Rows, load_context, load_context_reference
+from zl.gpu.kernels.embed_rows import embed_rows, embed_rows_reference
+from zl.gpu.kernels.filter_update import filter_update, filter_update_reference
+from zl.shapes import PAGE, pages_for
+
+VOCAB, MAX_LEN = 101, 96
+BOTH = pinned.SAMPLE | pinned.FIRST
+
+
+def make_step(seed: int, segments, capacity: int) -> tuple[Plan, Rows]:
+    """Make a plan of `segments` (start, tokens, flags) for distinct rows; places beyond them hold garbage."""
+    g = torch.Generator().manual_seed(seed)
+
+    def column(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=g).to(dtype).to(DEVICE)
+
+    n_segs = len(segments)
+    rows_of = torch.randperm(capacity, generator=g)[:n_segs].tolist()
+    garbage = capacity - n_segs
+    plan = Plan(
+        ints([n_segs]),
+        ints([*rows_of, *[2**30] * garbage]),
+        ints([*(s for s, _, _ in segments), *[-7] * garbage]),
+        ints([*(n for _, n, _ in segments), *[999] * garbage]),
+        ints([*(f for _, _, f in segments), *[255] * garbage], torch.uint8),
+    )
+    depth = pages_for(MAX_LEN)
+    table, old_table = (column(0, 500, capacity, depth) for _ in range(2))
+    table[:, depth - 1] = -1
+    old_table[:, depth - 1] = -1
+    words = -(-VOCAB // 32)
+    return plan, Rows(
+        table,
+        old_table,
+        column(0, VOCAB, capacity, MAX_LEN),
+        column(0, MAX_LEN, capacity),
+        column(0, VOCAB, capacity),
+        column(0, 2, capacity, dtype=torch.uint8),
+        column(-(2**31), 2**31, capacity, words),
+    )
+
+
+def compare(plan: Plan, rows: Rows, n_tokens: int) -> Context:
+    """Run loader and reference from the same state with poisoned outputs; return the loader's context."""
+    n_places = plan.seg_row.shape[0]
+    mine, theirs = (Context(*(t.fill_(77) for t in Context.allocate(n_tokens, n_places, DEVICE))) for _ in range(2))
+    other = Rows(*(t.clone() for t in rows))
+    load_context(plan, rows, mine, vocab=VOCAB)
+    load_context_reference(plan, other, theirs, vocab=VOCAB)
+    for name, found, expected in zip(Context._fields, mine, theirs, strict=True):
+        assert torch.equal(found, expected), name
+    for name, found, expected in zip(Rows._fields, rows, other, strict=True):
+        assert torch.equal(found, expected), name
+    return mine
+
+
+SEGMENT = st.tuples(st.integers(0, 60), st.sampled_from([0, 1, 1, 3, 31, 33]), st.integers(0, 3))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(SEGMENT, max_size=5), st.integers(0, 2), st.integers(0, 10_000), st.sampled_from([16, 64, 200]))
+def test_any_plan_equals_reference(segments, spare, seed, n_tokens):
+    compare(*make_step(seed, segments, max(1, len(segments) + spare)), n_tokens)
+
+
+def test_256_rows_of_one_token():
+    plan, rows = make_step(1, [(s % 90, 1, s % 4) for s in range(256)], 256)
+    done = sum(int(rows.done[r]) for r, f in zip(plan.seg_row.tolist(), plan.seg_flags.tolist(), strict=True) if f < 2)
+    context = compare(plan, rows, 256)
+    assert int(context.n_tokens) == 256 - done
+    assert int(context.seg_skipped.sum()) == done > 0
+
+
+def test_more_tokens_than_places_are_cut():
+    context = compare(*make_step(2, [(0, 20, BOTH), (0, 30, BOTH), (0, 9, BOTH)], 3), 32)
+    assert int(context.n_tokens) == 32
+    assert context.last_index.max() == 31
+
+
+def test_a_done_row_computes_nothing_and_a_first_segment_revives_it():
+    plan, rows = make_step(3, [(4, 2, pinned.SAMPLE), (0, 3, BOTH)], 2)
+    rows.done.fill_(1)
+    context = compare(plan, rows, 16)
+    assert context.seg_tokens.tolist() == [0, 3]
+    assert context.seg_skipped.tolist() == [1, 0]
+    assert context.last_index.tolist() == [-1, 2]
+    assert rows.done[plan.seg_row.long()].tolist() == [1, 0]
+
+
+def test_the_bitmap_is_the_exact_set_of_the_prompt():
+    plan, rows = make_step(4, [(0, 1, pinned.FIRST)], 1)
+    rows.prompt_len[0] = 60
+    compare(plan, rows, 16)
+    words = rows.seen[0].tolist()
+    assert {i for i in range(VOCAB) if words[i // 32] >> i % 32 & 1} == set(rows.prompt_ids[0, :60].tolist())
+
+
+def test_the_last_token_clears_the_rest_of_a_page_that_this_step_opens():
+    plan, rows = make_step(5, [(0, 5, 0), (3, 2, 0), (PAGE - 1, 2, 0), (0, PAGE, 0)], 4)
+    rows.done.zero_()
+    context = compare(plan, rows, 64)
+    tails = context.tail_of_token.tolist()
+    assert [tails[t] for t in (4, 6, 8, 40)] == [PAGE - 5, 0, PAGE - 1, 0]
+    assert sum(tails) == PAGE - 5 + PAGE - 1
+
+
+def test_flags_are_those_of_the_columns():
+    assert (context_loader.SAMPLE, context_loader.FIRST) == (pinned.SAMPLE, pinned.FIRST)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(-2, VOCAB + 1), min_size=1, max_size=9), st.integers(0, 1000))
+def test_filter_update_equals_reference(tokens, seed):
+    g = torch.Generator().manual_seed(seed)
+    seen = torch.randint(-(2**31), 2**31, (len(tokens), -(-VOCAB // 32)), generator=g).to(torch.int32).to(DEVICE)
+    rows = ints(torch.randperm(len(tokens), generator=g).tolist())
+    expected = seen.clone()
+    filter_update(ints(tokens), rows, seen, vocab=VOCAB)
+    filter_update_reference(ints(tokens), rows, expected, vocab=VOCAB)
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("live", [0, 1, 7])
+@pytest.mark.parametrize("hidden", [24, 1056])
+def test_embed_rows_equals_reference(live, hidden):
+    g = torch.Generator().manual_seed(live)
+    table = normal(g, 11, hidden, dtype=torch.bfloat16)
+    tokens = ints([3, 10, 0, 3, 7, 1, 2])
+    found, expected = (torch.full((7, hidden), 7.0, device=DEVICE) for _ in range(2))
+    embed_rows(tokens, table, found, ints([live]))
+    embed_rows_reference(tokens, table, expected, ints([live]))
+    assert torch.equal(found, expected)
+    assert (found[live:] == 7).all()
+
+
+def test_launchers_refuse_wrong_arguments():
+    plan, rows = make_step(6, [(0, 1, 0)], 2)
+    context = Context.allocate(16, 2, DEVICE)
+
+    def refused(argument: str, plan: Plan = plan, rows: Rows = rows, context: Context = context) -> None:
+        with pytest.raises(ShapeError) as error:
+            load_context(plan, rows, context, vocab=VOCAB)
+        assert error.value.argument == argument
+
+    refused("seg_len", plan=plan._replace(seg_len=ints([1])))
+    refused("seg_flags", plan=plan._replace(seg_flags=ints([1, 1])))
+    short = rows.page_table[:, :1].contiguous()
+    refused("page_table", rows=rows._replace(page_table=short, table=short))
+    refused("prompt_ids", rows=rows._replace(prompt_ids=rows.prompt_ids.t()))
+    refused("table", rows=rows._replace(table=rows.table[:, 1:].contiguous()))
+    refused("seen", rows=rows._replace(seen=rows.seen[:, 1:].contiguous()))
+    refused("done", rows=rows._replace(done=rows.done.int()))
+    refused("positions", context=context._replace(positions=context.positions[:3]))
+    refused("out.last_index", context=context._replace(last_index=context.last_index.long()))
+    with pytest.raises(ShapeError):
+        filter_update(ints([1]), ints([0, 1]), rows.seen, vocab=VOCAB)
+    with pytest.raises(ShapeError):
+        embed_rows(ints([1]), torch.zeros(4, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE), ints([1]))

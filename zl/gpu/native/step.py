@@ -1,0 +1,187 @@
+"""The CPU engine: one native call is one step, on native threads of its own, without the interpreter's lock.
+
+State: a native context with packed weights, KV pool, scratch and worker threads; freed by `close`.
+Refuses rows, dispatch, net and asyncio.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from zl.errors import CapacityError, DeviceError, InvariantError, ShapeError
+from zl.gpu.kernels.rope import rope_table
+from zl.gpu.native import abi
+from zl.gpu.native.build import library, pick_level, request_amx
+from zl.shapes import ModelShape
+
+_PROBLEMS = {
+    1: "more tokens than max_step_tokens",
+    2: "a segment with a row, start or length out of range",
+    3: "a segment whose page table does not cover its tokens",
+}
+
+STAGES = (
+    "plan", "embed", "norm", "qkv", "insert", "attention", "out", "mlp_norm", "gate_up", "down", "final_norm", "head",
+    "sample", "total",
+)  # fmt: skip
+"""Names of `NativeStep.times()`."""
+
+
+def pool_bytes(shape: ModelShape, n_pages: int, dtype: torch.dtype) -> int:
+    """Count the bytes of the native KV pool: head_dim is padded by halves to multiples of 16."""
+    head_pad = 2 * (-(-(shape.head_dim // 2) // 16) * 16)
+    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * dtype.itemsize
+
+
+class NativeStep:
+    """Compute steps of a Llama-family model on the CPU.
+
+    weights          canonical names; matrices all bf16 or all f32 (this decides the engine's dtype), read once, one
+                     after another, and not kept
+    columns          gpu.pinned.RowColumns, or anything with the same arrays
+    slots            two gpu.pinned.StepSlot
+    max_step_tokens  most tokens one step may hold
+    level            auto, amx, avx512, avx512f or avx2
+    Raises           DeviceError, CapacityError, ShapeError
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Mapping[str, torch.Tensor],
+        columns: Any,
+        slots: Sequence[Any],
+        n_pages: int,
+        max_step_tokens: int,
+        n_threads: int,
+        level: str = "auto",
+    ):
+        self.shape = shape
+        self.level = pick_level(level)
+        self.dtype = weights["embed"].dtype
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise ShapeError("weights['embed'].dtype", self.dtype, "bfloat16 or float32")
+        if shape.head_dim % 2 or shape.head_dim > 128 or shape.n_heads % shape.n_kv_heads:
+            raise ShapeError("head_dim", shape.head_dim, "an even number up to 128, n_heads a multiple of n_kv_heads")
+        self.name = f"native {self.level} {str(self.dtype).removeprefix('torch.')}"
+        if self.level == "amx":
+            request_amx()  # before the worker threads start
+        self._lib = abi.load(library(self.level))
+        self._keep = (columns, list(slots))  # the context holds addresses of their arrays
+        self._max_rows, self._model_len = columns.prompt_ids.shape
+        self._eos = np.array(shape.eos_ids, np.int32)
+        config = abi.Config(
+            shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
+            self._max_rows, self._model_len, columns.page_table.shape[1], n_pages, max_step_tokens,
+            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data,
+        )  # fmt: skip
+        self._context: int | None = self._lib.zl_open(
+            ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
+        )
+        if not self._context:
+            raise CapacityError(
+                f"no memory for the native step: {n_pages} KV pages take "
+                f"{pool_bytes(shape, n_pages, self.dtype) / 2**30:.2f} GiB beside the weights; lower pages or rows"
+            )
+        self._views()
+        try:
+            self._load(weights)
+        except BaseException:
+            self.close()
+            raise
+        self._lib.zl_start(self._context)
+
+    def launch(self, slot: int) -> int:
+        """Start the step planned in slot 0 or 1; at most two may be in flight. Returns its sequence number."""
+        return int(self._lib.zl_launch(self._handle, slot))
+
+    def wait(self, seq: int) -> None:
+        """Block, without the interpreter's lock, until step `seq` has ended. # sync
+
+        Raises  InvariantError: the slot broke a rule and nothing of it was computed
+        """
+        status = self._lib.zl_wait(self._handle, seq)
+        if status:
+            raise InvariantError(f"step {seq}: {_PROBLEMS.get(status, status)}")
+
+    def close(self) -> None:
+        """End the threads and free the memory; steps in flight are finished first. Idempotent."""
+        context, self._context = self._context, None
+        if context:
+            self._lib.zl_close(context)
+            del self.last_token, self.done, self.seen  # views of memory that is gone
+
+    def read_kv(self, layer: int, row: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy keys and values of `count` positions, f32 [count, n_kv_heads, head_dim]; no step in flight."""
+        k, v = (np.empty((count, self.shape.n_kv_heads, self.shape.head_dim), np.float32) for _ in range(2))
+        if not self._lib.zl_read_kv(self._handle, layer, row, start, count, k.ctypes.data, v.ctypes.data):
+            raise ShapeError("read_kv", (layer, row, start, count), "a layer, row and positions that have pages")
+        return k, v
+
+    def write_kv(self, layer: int, row: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Store keys and values, f32 [count, n_kv_heads, head_dim], from position `start` on; no step in flight.
+
+        A page is cleared when its first position is written.
+        """
+        k, v = (np.ascontiguousarray(x, np.float32) for x in (k, v))
+        want = (k.shape[0], self.shape.n_kv_heads, self.shape.head_dim)
+        if k.shape != want or v.shape != want:
+            raise ShapeError("k and v", (k.shape, v.shape), want)
+        if not self._lib.zl_write_kv(self._handle, layer, row, start, k.shape[0], k.ctypes.data, v.ctypes.data):
+            raise ShapeError("write_kv", (layer, row, start, k.shape[0]), "a layer, row and positions that have pages")
+
+    def logits(self) -> dict[int, np.ndarray]:
+        """Copy the raw logits of the last step: segment number -> f32 [vocab]; no step in flight."""
+        segs = np.empty(self._max_rows, np.int32)
+        out = np.empty((self._max_rows, self.shape.vocab), np.float32)
+        count = self._lib.zl_logits(self._handle, self._max_rows, segs.ctypes.data, out.ctypes.data)
+        return {int(segs[i]): out[i].copy() for i in range(count)}
+
+    def times(self) -> dict[str, float]:
+        """Give the last step's microseconds by stage, as the first worker saw them (waiting included)."""
+        out = np.zeros(len(STAGES), np.float64)
+        self._lib.zl_times(self._handle, out.ctypes.data, len(STAGES))
+        return dict(zip(STAGES, out.tolist(), strict=True))
+
+    @property
+    def _handle(self) -> int:
+        if self._context is None:
+            raise DeviceError("the native step is closed", call="NativeStep")
+        return self._context
+
+    def _views(self) -> None:
+        """Lay numpy arrays over the device state; they die with `close`."""
+        pointers = [ctypes.c_void_p() for _ in range(3)]
+        self._lib.zl_state(self._handle, *(ctypes.byref(p) for p in pointers))
+        words = (self.shape.vocab + 31) // 32
+        self.last_token = abi.view(pointers[0], (self._max_rows,), np.int32)
+        self.done = abi.view(pointers[1], (self._max_rows,), np.uint8)
+        self.seen = abi.view(pointers[2], (self._max_rows, words), np.uint32)
+
+    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        cos, sin = (t.contiguous().float() for t in rope_table(self.shape, self._model_len))
+        if not self._lib.zl_rope(self._handle, cos.data_ptr(), sin.data_ptr(), cos.shape[0]):
+            raise ShapeError("rope table", tuple(cos.shape), f"at least {self._model_len} positions")
+        names = {"embed", "norm", "head"} - ({"head"} if self.shape.tied else set())
+        for name in sorted(names):
+            self._put(name, 0, weights[name])
+            if name == "embed" and self.shape.tied:
+                self._put("head", 0, weights[name])
+        for layer in range(self.shape.n_layers):
+            for name in abi.LAYER_WEIGHTS:
+                full = f"layers.{layer}.{name}"
+                if full in weights or not name.startswith("b"):
+                    self._put(name, layer, weights[full])
+
+    def _put(self, name: str, layer: int, tensor: torch.Tensor) -> None:
+        is_matrix = tensor.dim() == 2
+        data = tensor.detach().to(self.dtype if is_matrix else torch.float32).contiguous()
+        rows, cols = data.shape if is_matrix else (1, data.shape[0])
+        number, at = abi.WEIGHTS.index(name), data.data_ptr()
+        if not self._lib.zl_weight(self._handle, number, layer, at, rows, cols, is_matrix):
+            raise ShapeError(f"weight {name} of layer {layer}", tuple(tensor.shape), f"what {self.shape} implies")
