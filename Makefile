@@ -54,3 +54,5 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 clean: ## remove the virtual environment and what tools left behind; the model cache stays
 	rm -rf $(VENV) build dist zl.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find zl tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+include bench/peers.mk

@@ -87,6 +87,8 @@ class FakeServer:
         running: dict[int, asyncio.Task[None]] = {}
         try:
             await self._converse(reader, writer, running)
+            # The client may only have closed its sending side: what is being answered is answered to its end.
+            await asyncio.gather(*running.values(), return_exceptions=True)
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -151,6 +153,8 @@ class FakeServer:
             writer.write(frame(b"\xff\xff\xff"))
         elif what == "endless":
             for i in range(1, 100_000):
+                if writer.is_closing():
+                    return
                 tokens(i, f"{i} ")
                 await asyncio.sleep(0.002)
         elif what in ("say", "echo", "flood", "split"):

@@ -158,9 +158,10 @@ def build_id(source: WeightSource, text: TextModel, dtype: torch.dtype, device: 
 
 
 def _code_hash() -> str:
-    """Hash the sources that compute: everything of zl that is not the wire, the command line or this house's plumbing."""
+    """Hash the sources that compute: all but the wire, the command line and the plumbing."""
     root = Path(__file__).parent
-    files = [*(root / "gpu").rglob("*.py"), *(root / "gpu" / "native").glob("*.[ch]*"), *(root / "sampling").glob("*.py")]
+    native = (root / "gpu" / "native").glob("*.[ch]*")
+    files = [*(root / "gpu").rglob("*.py"), *native, *(root / "sampling").glob("*.py")]
     digest = hashlib.sha256()
     for file in sorted(set(files)):
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
@@ -171,7 +172,7 @@ def _processor(device: Device) -> str:
     """Name what the kernels' choice hangs on: instruction sets on a CPU, the model of a GPU."""
     if device.kind != "cpu":
         return device.name
-    interesting = {"avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
+    interesting = {"avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
     flags: set[str] = set()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features")):

@@ -191,7 +191,7 @@ class Dispatcher:
         return True
 
     def _shareable(self, job: Job) -> int:
-        """Count the prompt tokens that may live on constant pages: whole pages of the system part, never the last token."""
+        """Count the prompt tokens that constant pages may hold: whole pages of the system part, never the last one."""
         if not self._limits.share_prefixes:
             return 0
         return min(job.prefix_len, len(job.prompt) - 1) // PAGE * PAGE

@@ -1,6 +1,6 @@
 """Page books: which KV page belongs to whom, and the constant pages that rows share.
 
-State: the free list, an owner count a page, and the prefixes by their tokens; the event-loop thread alone writes them.
+State: the free list, an owner flag a page, the prefixes by their tokens; the event-loop thread alone writes them.
 A `Prefix` is also read and advanced by the engine thread, in the one field that says so. Refuses torch, asyncio and net.
 """
 
@@ -71,7 +71,7 @@ class PageBooks:
         return len(self._free) + self._idle_pages
 
     def take(self, n: int) -> np.ndarray:
-        """Reserve `n` pages: int32 [n]. Evicts idle prefixes, oldest first; CapacityError where that does not suffice."""
+        """Reserve `n` pages: int32 [n]. Evicts idle prefixes, oldest first; CapacityError where there are too few."""
         if n > self.available():
             raise CapacityError(f"{n} pages asked for, {self.available()} of {self.n_pages} are free")
         while n > len(self._free):
@@ -140,7 +140,7 @@ class PageBooks:
         self.give(prefix.pages)
 
     def check(self, held: list[np.ndarray]) -> None:
-        """Recount from nothing: `held` are the pages of each row; raise InvariantError where a page is lost or shared."""
+        """Recount from nothing; raise InvariantError where a page is lost or shared. `held`: the pages of each row."""
         owners = np.zeros(self.n_pages, np.int64)
         np.add.at(owners, np.array(self._free, np.int64), 1)
         for pages in [*held, *(p.pages for p in self._prefixes.values())]:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.metrics import Gauge, MetricsServer
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
-from zl.net.listen import Listeners, bind_all, listen, systemd_sockets, tls_context
+from zl.net.listen import Bound, Listeners, bind_all, listen, systemd_sockets, tls_context, unbind
 from zl.net.protocol import Net
 from zl.pages import PageBooks
 from zl.rows import Rows
@@ -104,11 +105,9 @@ class Server:
         self.listeners: Listeners | None = None
         self.metrics: MetricsServer | None = None
 
-    async def start(self) -> None:
-        """Bind, prove the engine with a canary, then let peers in. Raises ZlError where one of these fails."""
+    async def start(self, bounds: list[Bound], tls: ssl.SSLContext | None) -> None:
+        """Prove the engine with a canary, then let peers in. Raises ZlError where one of these fails."""
         settings = self._build.settings
-        bounds = systemd_sockets(os.environ, os.getpid()) or bind_all(parse_address(text) for text in settings.listen)
-        tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         if settings.metrics != "off":
             self.metrics = MetricsServer(settings.metrics, self._gauges())
         self.generation.start()
@@ -205,7 +204,7 @@ class Server:
         return [
             Gauge("zl_rows_in_use", "Batch rows that hold a request.", lambda: self.rows.in_use),
             Gauge("zl_pages_in_use", "KV pages that rows hold or share.", lambda: self.pages.in_use),
-            Gauge("zl_berths_in_use", "Frames on their way in, each in a berth of the arena.", lambda: self.arena.in_use),
+            Gauge("zl_berths_in_use", "Arena berths that frames on their way in hold.", lambda: self.arena.in_use),
         ]
 
 
@@ -222,19 +221,27 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal; return the exit status. `settings.model` is a path. Raises ZlError on a start that fails."""
+    """Serve until a signal; return the exit status. `settings.model` is a path. ZlError: the start failed."""
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(levelname)s %(message)s", force=True
     )
     begun = time.monotonic()
-    build = prepare(settings, Path(settings.model), log.info)
-    engine, columns, slots, run_ahead = open_build(build, log.info)
+    tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
+    # Bound first: a port in use is known in a moment, and peers that connect while the model loads wait and are served.
+    bounds = systemd_sockets(os.environ, os.getpid()) or bind_all(parse_address(text) for text in settings.listen)
+    try:
+        build = prepare(settings, Path(settings.model), log.info)
+        engine, columns, slots, run_ahead = open_build(build, log.info)
+    except BaseException:
+        for bound in bounds:
+            unbind(bound)
+        raise
 
     async def main() -> int:
         server = Server(build, engine, columns, slots, run_ahead)
         try:
             with _signals(server):
-                await server.start()
+                await server.start(bounds, tls)
                 assert server.listeners is not None
                 print(
                     f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, "

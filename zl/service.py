@@ -1,8 +1,8 @@
 """The service: what a connection talks to, and where step results come back.
 
-State: the jobs of each connection and whether new ones are taken. Lives on the event-loop thread; joins prompt building,
-dispatch and emit, and nothing of it waits. Refuses torch, asyncio and gpu: clocks, timers and the engine come in by
-constructor.
+State: the jobs of each connection and whether new ones are taken. Lives on the event-loop thread; joins prompt
+building, dispatch and emit, and nothing of it waits. Refuses torch, asyncio and gpu: clocks, timers and the engine
+come in by constructor.
 """
 
 from __future__ import annotations

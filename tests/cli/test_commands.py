@@ -83,6 +83,12 @@ def test_ask_passes_options_and_prints_figures(server, tmp_path):
     assert (request.context, request.deadline_ms) == (b"on Tuesday", 9000)
 
 
+def test_ask_is_greedy_until_something_is_said_about_drawing(server):
+    for flags in ((), ("--system", "s"), ("--seed", "1"), ("--type", "chat"), ("--top-p", "0.5")):
+        zl("ask", "say x", "--connect", server.address, *flags)
+    assert [request.temperature for request in server.requests] == [0.0, 0.0, None, None, None]
+
+
 def test_ask_reads_the_question_from_stdin(server):
     assert zl("ask", "-", "--connect", server.address, stdin="say piped\n").stdout == "piped \n"
     done = zl("ask", "-", "--connect", server.address, stdin=" \n")

@@ -17,7 +17,6 @@ from zl.shapes import PAGE, pages_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-CAPABILITY = 80 if INTERPRETED else 10 * torch.cuda.get_device_capability()[0]
 NAN = float("nan")
 
 
@@ -26,10 +25,11 @@ def exact_dots() -> Iterator[None]:
     """Make the interpreter's tile products ideal: exact, rounded once.
 
     NumPy's own order of summation depends on the shapes, as a tensor core's does not. With ideal products, equal bits
-    tell that tiles, pages and splits are added in the same order, which is what the kernels decide. On a GPU: no change.
+    tell that tiles, pages and splits are added in the same order, which is what the kernels decide. On a GPU nothing
+    changes.
     """
 
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    def create_dot(_builder, a, b, d, _precision, _imprecise):
         product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 

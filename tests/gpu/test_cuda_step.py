@@ -76,7 +76,8 @@ class Bench:
         for s, segment in enumerate(segments):
             slot.seg_row[s], slot.seg_start[s], slot.seg_len[s], slot.seg_flags[s] = segment
         self.engine.wait(self.engine.launch(1 - self.turn))
-        return [(int(slot.out_token[s]), float(slot.out_logprob[s]), int(slot.out_flags[s])) for s in range(len(segments))]
+        columns = (slot.out_token, slot.out_logprob, slot.out_flags)
+        return list(zip(*(column[: len(segments)].tolist() for column in columns), strict=True))
 
 
 def dry(shape: ModelShape = SHAPE, tensors: dict[str, torch.Tensor] | None = None) -> Bench:

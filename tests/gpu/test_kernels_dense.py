@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gpu.kernel_kit import CAPABILITY, DEVICE, NAN, exact_dots, ints, normal
+from tests.gpu.kernel_kit import DEVICE, NAN, exact_dots, ints, normal
 from zl.errors import ShapeError
 from zl.gpu.kernels import linear as linear_file
 from zl.gpu.kernels.linear import linear, linear_reference

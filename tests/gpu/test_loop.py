@@ -266,7 +266,10 @@ def test_failed_step_is_reported_and_stops_the_loop():
 def test_random_schedules_change_no_token(house, seed):
     """Arrivals, cancels and finishes at random: every finished answer equals the oracle, nothing leaks."""
     rng = random.Random(seed)
-    h = house(n_pages=rng.choice([14, 24, 60]), run_ahead=rng.choice([0, 1, 2]), share=rng.random() < 0.8, lockstep=rng.random() < 0.5)
+    h = house(
+        n_pages=rng.choice([14, 24, 60]), run_ahead=rng.choice([0, 1, 2]), share=rng.random() < 0.8,
+        lockstep=rng.random() < 0.5,
+    )  # fmt: skip
     systems = [[(s * 7 + k) % 80 for k in range(PAGE * s + 3 * s)] for s in range(3)]
     wanted: dict[int, list[int]] = {}
     jobs: dict[int, Job] = {}

@@ -254,8 +254,8 @@ def test_widened_weights_change_no_bit(tmp_path):
 @torch.inference_mode()
 def test_mixed_segments_equal_each_row_alone(tmp_path):
     weights = load_weights(open_model(save_hf(tiny_llama(), tmp_path / "m")), F32)
-    rows = [tiny_ids(n) for n in (40, 97, 33, 64, 5)]
-    pool = fresh_pool(weights.shape, 24, F32)
+    rows = [tiny_ids(n) for n in (40, 97, 70, 64, 5)]
+    pool = fresh_pool(weights.shape, 25, F32)  # the last page, where -1 would lead, stays poisoned
     table = torch.full((5, 4), -1)
     free = iter(torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist())
     for row, ids in zip(table, rows, strict=True):
@@ -266,7 +266,7 @@ def test_mixed_segments_equal_each_row_alone(tmp_path):
     lengths = [len(ids) for ids in rows]
     done = [0] * 5
     last: list[torch.Tensor] = [torch.empty(0)] * 5
-    for takes in ([39, 50, 32, 63, 1], [1, 46, 1, 1, 3], [0, 1, 0, 0, 1]):
+    for takes in ([39, 50, 69, 63, 1], [1, 46, 0, 1, 3], [0, 1, 1, 0, 1]):
         live = [r for r in range(5) if takes[r]]
         ids = [t for r in live for t in rows[r][done[r] : done[r] + takes[r]]]
         layout = Layout([done[r] for r in live], [takes[r] for r in live], table[live])

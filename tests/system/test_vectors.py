@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -28,7 +29,7 @@ def cuts_of(data: bytes, how: str) -> list[bytes]:
         return [data[i : i + 1] for i in range(len(data))]
     rng = random.Random(len(data))
     places = sorted({0, len(data), *(rng.randrange(len(data) + 1) for _ in range(4))})
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
 def exchange(port: int, pieces: list[bytes]) -> tuple[list, bool]:

@@ -12,10 +12,20 @@ import sys
 from collections.abc import Sequence
 
 from zl import __version__
-from zl.cli import ask, chat, doctor, pull, serve
+from zl.cli import ask, chat, dissect, doctor, frame, load, nc, pull, serve
 from zl.errors import ZlError
 
-COMMANDS = {"serve": serve, "ask": ask, "chat": chat, "pull": pull, "doctor": doctor}
+COMMANDS = {
+    "serve": serve,
+    "ask": ask,
+    "chat": chat,
+    "pull": pull,
+    "doctor": doctor,
+    "frame": frame,
+    "nc": nc,
+    "dissect": dissect,
+    "load": load,
+}
 
 _EPILOG = """\
 first steps:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 HELP = "ask one question"
 DESCRIPTION = """\
 Ask a running server one question. The answer goes to stdout as it is generated; with --stats, figures go to stderr.
+Without --type, --temperature, --top-p or --seed it is the likeliest answer (temperature 0), the same each time.
 """
 EPILOG = """\
 examples:
   zl ask "What is the capital of France?"
-  zl ask --temperature 0 --stats "Name three rivers."
+  zl ask --stats --type creative "Name three rivers."
   zl ask --system "Answer in one word." --connect tcp:127.0.0.1:7433 "Largest planet?"
   zl ask --context notes.txt "What do my notes say about Tuesday?"
   echo "Write a haiku" | zl ask -
@@ -43,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if not question:
         raise ConfigError('there is no question: write zl ask "What is the capital of France?"')
     wanted = options(args)
+    # One question wants the likeliest answer, the same each time: small models drawn at a profile's temperature often
+    # wander off. Whoever says anything about drawing gets what was said.
+    if not {"type", "temperature", "top_p", "seed"} & set(wanted):
+        wanted["temperature"] = 0.0
     if args.context:
         wanted["context"] = _read(args.context)
     if args.deadline_ms is not None:

@@ -48,7 +48,7 @@ class Client:
         self._changed = threading.Condition()  # guards the wire's books and `_reading`
         self._sending = threading.RLock()  # reentrant: __del__ of a Stream may come while this thread sends
         self._reading = False
-        self._socket = _connect(address, None if math.isinf(self._timeouts.connect) else self._timeouts.connect)
+        self._socket = open_socket(address, None if math.isinf(self._timeouts.connect) else self._timeouts.connect)
         if auth_token:
             try:
                 self.hello(auth_token)
@@ -243,7 +243,11 @@ class Stream:
         self.close()
 
 
-def _connect(text: str | None, timeout: float | None) -> socket.socket:
+def open_socket(text: str | None, timeout: float | None) -> socket.socket:
+    """Connect to an address, or to the default ones for None; `timeout` in seconds, None waits for ever.
+
+    Raises  ConnectionFailed; ConfigError: the text is no address
+    """
     addresses = endpoints.candidates(text)
     last = OSError("nothing to try")
     for address in addresses:

@@ -1,7 +1,7 @@
 """The step program of the CUDA device: Triton kernels over static buffers, captured once a bucket and replayed.
 
-Owns weights, KV pool, row state, buffers, graphs and events. Not yet run on a GPU (docs/gpu-status.md); the dry mode runs
-the same code uncaptured, in Triton's interpreter. Refuses rows, dispatch, net and asyncio.
+Owns weights, KV pool, row state, buffers, graphs and events. Not yet run on a GPU (docs/gpu-status.md); the dry mode
+runs the same code uncaptured, in Triton's interpreter. Refuses rows, dispatch, net and asyncio.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUCKETS = (16, 64, 256)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's tensors on the device: matrices bf16 [out, in], q over k over v and gate over up; the rest float32."""
+    """One layer's tensors on the device: matrices bf16 [out, in], q over k over v, gate over up; the rest float32."""
 
     attn_norm: torch.Tensor
     w_qkv: torch.Tensor
@@ -76,7 +76,7 @@ class Buffers:
         """Return views of the first `t` tokens' and `r` segment places' parts."""
         c = self.context
         return Buffers(
-            context=Context(*(column[:t] for column in c[:5]), *(column[:r] for column in c[5:11]), *c[11:]),
+            context=Context._make([*(column[:t] for column in c[:5]), *(column[:r] for column in c[5:11]), *c[11:]]),
             x=self.x[:t],
             h=self.h[:t],
             qkv=self.qkv[:t],
@@ -128,8 +128,8 @@ class CudaStep:
     tensors  a model's tensors by canonical name, each read once
     columns, slots   host memory that the device maps (pinned or registered); plain memory in the dry mode
     device   "cuda:0", or "cpu": the dry mode, where nothing is captured and kernels are interpreted
-    Capture  thread-local, so that other threads may use the device meanwhile; widest bucket first, one pool; each bucket
-             once for steps of single tokens and once for mixed ones, for either slot
+    Capture  thread-local, so that other threads may use the device meanwhile; widest bucket first, one pool; each
+             bucket once for steps of single tokens and once for mixed ones, for either slot
     Raises   ShapeError for a model that the kernels do not take; DeviceError in the dry mode without the interpreter
     """
 
@@ -295,7 +295,7 @@ class CudaStep:
                     self._graphs[slot, t, mixed] = graph
 
     def _compute(self, slot: int, t: int, mixed: bool) -> None:
-        """Launch one step's kernels for slot `slot` in bucket `t`. Allocates nothing; every count is read on the device."""
+        """Launch one step's kernels for slot `slot` in bucket `t`. Every count is read on the device."""
         b, vocab = self._buffers[t], self._shape.vocab
         r = b.drawn.shape[0]
         host = {name: c if name == "n_segs" else c[:r] for name, c in self._host_slots[slot].items()}
@@ -310,7 +310,7 @@ class CudaStep:
         gather_sampling(context, self._rows.prompt_len, self._row_sampling, self._rows.seen, b.sampling, vocab=vocab)
         s = b.sampling
         sample_triton(
-            b.logits, s.seen, s.temperature, s.top_p, s.penalty, s.seed, s.index, b.scratch, *b.draws
+            b.logits, s.seen, s.temperature, s.top_p, s.penalty, s.seed, s.place, b.scratch, *b.draws
         )  # fmt: skip
         results = Results(*(host[name] for name in Results._fields))
         stop_check(context, b.draws, self._limits, self._eos, self._rows.last_token, self._rows.done, b.drawn, results)

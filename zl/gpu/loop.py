@@ -257,8 +257,8 @@ class GenerationLoop:
         """Share this step's prefill tokens among the prompts that wait, oldest first.
 
         While rows decode, the budget grows with the rows and with the number of prompts that wait, so that one long
-        prompt stretches a step little and a burst is not held back; a prompt leaves half to those behind it. Prefixes are computed once: rows that share one
-        wait while the oldest computes it.
+        prompt stretches a step little and a burst is not held back; a prompt leaves half to those behind it. Prefixes
+        are computed once: rows that share one wait while the oldest computes it.
         """
         waiting: list[tuple[Seat, int]] = []
         leading: set[int] = set()

@@ -106,7 +106,7 @@ def _dissect(data: bytes, side: Side, max_frame: int | None, vocab_size: int) ->
 def _break(
     lines: list[Line], problems: list[Problem], wrong: Wrong, start: int, end: int, frame: int, depth: int
 ) -> None:
-    """Explain the rest of a frame, or of the stream, that cannot be read on from `wrong`; its lines begin at `start`."""
+    """Explain what cannot be read on from `wrong`, up to `end`; the lines of this frame's payload begin at `start`."""
     done = max(start, lines[-1].offset + lines[-1].size) if lines else start
     if wrong.offset > done:
         lines.append(Line(done, wrong.offset - done, depth, "begun", "", "not whole"))

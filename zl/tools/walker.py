@@ -179,7 +179,7 @@ class Walker:
                 open_groups.pop()
                 self._add(start, at, inner - 1, f"field {number}", label, "end of the group")
             elif wire == SGROUP:
-                if inner >= _MAX_DEPTH:
+                if inner > _MAX_DEPTH:
                     raise Wrong(start, f"groups inside each other, more than {_MAX_DEPTH} deep")
                 open_groups.append(number)
                 self._add(start, at, inner, f"field {number}", label, "group, skipped")

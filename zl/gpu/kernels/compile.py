@@ -78,7 +78,9 @@ class Compiled:
     cubin_bytes: int
 
 
-def variants(shape: ModelShape, capability: int, *, max_rows: int = MAX_ROWS, max_len: int = MODEL_LEN) -> list[Variant]:
+def variants(
+    shape: ModelShape, capability: int, *, max_rows: int = MAX_ROWS, max_len: int = MODEL_LEN
+) -> list[Variant]:
     """List every kernel that a model of this shape needs, with its production constants."""
     pages = pages_for(max_len)
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
@@ -112,7 +114,7 @@ def compile_variant(variant: Variant, capability: int, model: str = "") -> Compi
     """Compile one kernel for one architecture and read what it takes from the binary; DeviceError where that fails."""
     kernel, settings = variant.kernel, variant.settings
     if not hasattr(kernel, "cache_key"):
-        raise DeviceError("kernels are interpreted in this process: compile in one without TRITON_INTERPRET", call="compile")
+        raise DeviceError("this process interprets kernels: compile in one without TRITON_INTERPRET", call="compile")
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in variant.signature:
@@ -124,7 +126,7 @@ def compile_variant(variant: Variant, capability: int, model: str = "") -> Compi
             constants[name] = settings.constexprs.get(name)
     missing = set(settings.constexprs) - set(kernel.arg_names)
     if missing:
-        raise DeviceError(f"{variant.name}: settings for parameters that it does not have: {sorted(missing)}", call="compile")
+        raise DeviceError(f"{variant.name} has no parameters {sorted(missing)}", call="compile")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {
         "num_warps": settings.num_warps,
@@ -219,8 +221,8 @@ def compile_all(
 
 def sampler_variants(shape: ModelShape) -> list[Variant]:
     """List the sampler's kernel, whose launcher is `zl.sampling.sampler.sample_triton`."""
-    types = {name: "*fp32" for name in ("logits", "temperature", "top_p", "penalty", "weights", "logprob")}
-    types |= {name: "*i64" for name in ("seed", "index", "token")} | {"seen": "*i32", "finite": "*i1"}
+    types = dict.fromkeys(("logits", "temperature", "top_p", "penalty", "weights", "logprob"), "*fp32")
+    types |= dict.fromkeys(("seed", "index", "token"), "*i64") | {"seen": "*i32", "finite": "*i1"}
     kernel: Any = getattr(sampler, "_sample_kernel", None)
     if kernel is None:
         return []

@@ -1,7 +1,7 @@
 """Context loader: turn a step's segments into the token columns that the forward pass reads.
 
-One launch starts the rows whose first segment this is: their page table moves to the device, their exact penalty bitmap is
-built. The next writes the token columns, whatever the number of messages and rows.
+One launch starts the rows whose first segment this is: their page table moves to the device, their exact penalty bitmap
+is built. The next writes the token columns, whatever the number of messages and rows.
 State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -41,8 +41,8 @@ class Plan(NamedTuple):
 class Rows(NamedTuple):
     """What a row's steps read; W = ceil(vocab / 32).
 
-    In mapped host memory: page_table int32 [R, P], -1 where unused; prompt_ids int32 [R, max_len]; prompt_len int32 [R].
-    On the device: table int32 [R, P], the page table that attention walks, copied when a row starts; last_token int32 [R];
+    Mapped host memory: page_table int32 [R, P], -1 where unused; prompt_ids int32 [R, max_len]; prompt_len int32 [R].
+    Device: table int32 [R, P], the page table that attention walks, copied when a row starts; last_token int32 [R];
     done uint8 [R]; seen int32 or uint32 [R, W]
     """
 
@@ -91,7 +91,7 @@ class Context(NamedTuple):
         segments = [torch.zeros(n_rows, dtype=torch.int32, device=device) for _ in range(5)]
         skipped = torch.zeros(n_rows, dtype=torch.uint8, device=device)
         counts = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
-        return cls(*tokens, *segments, skipped, *counts)
+        return cls._make([*tokens, *segments, skipped, *counts])
 
 
 # Not specialised: one binary serves all token buckets.

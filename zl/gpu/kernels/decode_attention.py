@@ -3,7 +3,7 @@
 State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from zl.gpu.kernels.paged_block import (
     tile_warps,
 )
 from zl.shapes import PAGE, pages_for
+
 
 class Segments(NamedTuple):
     """Where the segments' tokens are, as `context_loader.Context` has it: int32 [R] each, device.
@@ -111,7 +112,7 @@ def _combine_kernel(
     m_all = tl.full([M], float("-inf"), tl.float32)
     total_all = tl.zeros([M], tl.float32)
     acc_all = tl.zeros([M, D], tl.float32)
-    for split in range(0, (kv_end + SPLIT - 1) // SPLIT):
+    for split in range((kv_end + SPLIT - 1) // SPLIT):
         at = (seg.to(tl.int64) * N_SPLITS + split) * H + head
         m = tl.load(part_max + at, mask=inside, other=0.0)
         total = tl.load(part_total + at, mask=inside, other=1.0)
@@ -176,7 +177,7 @@ def check_attention(
     group_rows(n_heads, n_kv)
     expect("page_table", page_table, torch.int32, None, None)
     if page_table.shape[1] < pages_for(max_len):
-        raise ShapeError("page_table", f"{page_table.shape[1]} pages a row", f"{pages_for(max_len)} for {max_len} tokens")
+        raise ShapeError("page_table", f"{page_table.shape[1]} pages a row", f"at least {pages_for(max_len)}")
     n_rows = segments.row.shape[0]
     for name, column in segments._asdict().items():
         expect(f"segments.{name}", column, torch.int32, n_rows)
@@ -257,9 +258,9 @@ def decode_attention_reference(
 
 def variants(max_len: int, pages_per_row: int, n_heads: int, n_kv_heads: int, head_dim: int) -> list[Variant]:
     """List what a build compiles of this file for a model and its length."""
-    columns = {name: "*i32" for name in ("seg_start", "seg_tokens", "seg_offset")}
-    parts = {name: "*fp32" for name in ("part_acc", "part_max", "part_total")}
-    pool = {name: "*bf16" for name in ("q", "pool_k", "pool_v")}
+    columns = dict.fromkeys(("seg_start", "seg_tokens", "seg_offset"), "*i32")
+    parts = dict.fromkeys(("part_acc", "part_max", "part_total"), "*fp32")
+    pool = dict.fromkeys(("q", "pool_k", "pool_v"), "*bf16")
     name = f"{n_heads}/{n_kv_heads}x{head_dim}"
     return [
         Variant(

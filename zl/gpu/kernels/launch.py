@@ -17,7 +17,7 @@ from zl.errors import ShapeError
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """True where kernels run in Triton's interpreter. Its `dot` multiplies the raw bits of bfloat16 operands (triton 3.9,
-runtime/interpreter.py, create_dot), so kernels widen them to float32 there; a product of two bfloat16 is exact in float32."""
+runtime/interpreter.py, create_dot), so kernels widen them to float32 there: their products are exact in it."""
 
 
 @dataclass(frozen=True, slots=True)

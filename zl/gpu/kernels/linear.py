@@ -1,9 +1,9 @@
 """Matrix product with a weight, batch-invariant: a row's bits do not depend on how many rows there are.
 
-Every output element is one chain of tensor-core steps over K, from 0 up, in one accumulator: no split over K, one K block
-per weight shape. Tiles over rows and columns may vary with the bucket. On Hopper the wide tensor-core instruction (wgmma)
-takes tiles of 64 rows and more, and nothing promises that it rounds like the narrow one, so there every tile has 64 rows
-or more; before Hopper only the narrow one exists. State: none. Refuses model, rows and the environment.
+Every output element is one chain of tensor-core steps over K, from 0 up, in one accumulator: no split over K, one K
+block per weight shape. Tiles over rows and columns may vary with the bucket. On Hopper the wide tensor-core instruction
+(wgmma) takes tiles of 64 rows and more, and nothing promises that it rounds like the narrow one, so there each tile has
+64 rows or more; before Hopper only the narrow one exists. State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
@@ -22,7 +22,7 @@ HOPPER = 90
 """Compute capability, times ten, from which tiles of 64 rows use wgmma."""
 
 
-# Not specialised: the number of row tiles is the only thing about a bucket that the kernel knows, and one binary serves all.
+# Not specialised: the number of row tiles is all that the kernel knows of a bucket, and one binary serves all.
 @triton.jit(do_not_specialize=["n_row_tiles"])
 def _linear_kernel(
     x, weight, bias, out, n_live, n_row_tiles,

@@ -1,9 +1,10 @@
 """What decode and prefill attention share, so that a token's bits are the same whichever of them computes it.
 
-The keys of a row are cut into splits of a fixed number of tokens. Inside a split, pages are taken in order, one page at a
-time, with a running maximum; splits are then merged in order. Both kernels use the two functions here on tiles of the same
-size and the same number of warps, so that sums run in the same order inside a page too, and both are compiled without
-contraction of multiply and add. State: none. Refuses model, rows and the environment.
+The keys of a row are cut into splits of a fixed number of tokens. Inside a split, pages are taken in order, one page at
+a time, with a running maximum; splits are then merged in order. Both kernels use the two functions here on tiles of the
+same size and the same number of warps, so that sums run in the same order inside a page too, and both are compiled
+without contraction of multiply and add (tests/gpu/test_compile.py reads both from the compiled form). State: none.
+Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803
@@ -47,7 +48,7 @@ def attend_split(
     q, pool_k, pool_v, table, first_page, end_page, q_pos, kv_end, kv_head,
     KH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, PAGE_TOKENS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Attend q, bf16 [M, D], to pages first_page..end_page of one row: (maximum, sum of exponentials, weighted values)."""
+    """Attend q, bf16 [M, D], to a row's pages first_page..end_page: (maximum, sum of exponentials, weighted values)."""
     lane = tl.arange(0, D)
     place = tl.arange(0, PAGE_TOKENS)
     m = tl.full([M], float("-inf"), tl.float32)

@@ -3,7 +3,7 @@
 State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def variants(
     n_rows: int, max_len: int, pages_per_row: int, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> list[Variant]:
     """List what a build compiles of this file for a model and its length."""
-    types = {name: "*i32" for name in ("page_table", "seg_row", "seg_start", "seg_tokens", "seg_offset")}
-    types |= {name: "*bf16" for name in ("q", "pool_k", "pool_v", "out")}
+    types = dict.fromkeys(("page_table", "seg_row", "seg_start", "seg_tokens", "seg_offset"), "*i32")
+    types |= dict.fromkeys(("q", "pool_k", "pool_v", "out"), "*bf16")
     chosen = settings(n_rows, max_len, pages_per_row, n_heads, n_kv_heads, head_dim)
     return [Variant(f"prefill_attention {n_heads}/{n_kv_heads}x{head_dim}", _prefill_kernel, types, chosen)]

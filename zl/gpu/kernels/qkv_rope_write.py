@@ -3,7 +3,7 @@
 State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _qkv_kernel(
 
     # What an earlier owner left behind in this page may be NaN, and zero times NaN is NaN.
     zero = tl.zeros([KH_POW2, D], tl.bfloat16)
-    for j in range(0, tl.load(tails + t)):
+    for j in range(tl.load(tails + t)):
         stale = (slot + 1 + j) * (KH * D) + in_slot
         tl.store(pool_k + stale, zero, mask=inside)
         tl.store(pool_v + stale, zero, mask=inside)
@@ -120,9 +120,12 @@ def _check(
     expect("n_live", n_live, torch.int32, 1)
     if bias is not None:
         expect("bias", bias, torch.float32, qkv.shape[1])
+    # fmt: off
     expect_same_device(
-        q=q, qkv=qkv, cos=cos, sin=sin, positions=positions, slots=slots, tails=tails, n_live=n_live, pool=pool, bias=bias
+        q=q, qkv=qkv, cos=cos, sin=sin, positions=positions, slots=slots, tails=tails, n_live=n_live, pool=pool,
+        bias=bias,
     )
+    # fmt: on
     return n_tokens, n_heads, n_kv, head_dim
 
 
@@ -192,9 +195,9 @@ def qkv_rope_write_reference(
 
 def variants(n_heads: int, n_kv_heads: int, head_dim: int, *, has_bias: bool) -> list[Variant]:
     """List what a build compiles of this file for a model's heads."""
-    types = {name: "*i32" for name in ("positions", "slots", "tails", "n_live")}
-    types |= {name: "*fp32" for name in ("qkv", "cos_table", "sin_table")}
-    types |= {name: "*bf16" for name in ("q", "pool_k", "pool_v")}
+    types = dict.fromkeys(("positions", "slots", "tails", "n_live"), "*i32")
+    types |= dict.fromkeys(("qkv", "cos_table", "sin_table"), "*fp32")
+    types |= dict.fromkeys(("q", "pool_k", "pool_v"), "*bf16")
     if has_bias:
         types["bias"] = "*fp32"
     chosen = settings(n_heads, n_kv_heads, head_dim, has_bias=has_bias)

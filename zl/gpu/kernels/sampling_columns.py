@@ -33,7 +33,7 @@ class SegmentSampling(NamedTuple):
     top_p: torch.Tensor
     penalty: torch.Tensor
     seed: torch.Tensor
-    index: torch.Tensor
+    place: torch.Tensor
     seen: torch.Tensor
 
     @classmethod
@@ -41,7 +41,8 @@ class SegmentSampling(NamedTuple):
         """Allocate for `n` segment places."""
         floats = [torch.zeros(n, device=device) for _ in range(3)]
         wide = [torch.zeros(n, dtype=torch.int64, device=device) for _ in range(2)]
-        return cls(*floats, *wide, torch.zeros(n, -(-vocab // 32), dtype=torch.int32, device=device))
+        words = torch.zeros(n, -(-vocab // 32), dtype=torch.int32, device=device)
+        return cls._make([*floats, *wide, words])
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def _check(
     expect("seen", seen, (torch.int32, torch.uint32), capacity, words)
     for name in ("temperature", "top_p", "penalty"):
         expect(f"out.{name}", getattr(out, name), torch.float32, n)
-    for name in ("seed", "index"):
+    for name in ("seed", "place"):
         expect(f"out.{name}", getattr(out, name), torch.int64, n)
     expect("out.seen", out.seen, torch.int32, n, words)
     return n
@@ -98,7 +99,7 @@ def gather_sampling(
     *,
     vocab: int,
 ) -> None:
-    """Gather what each drawing segment samples with; segments that draw nothing get temperature 0, the rest of theirs stays.
+    """Gather what each drawing segment samples with; the others get temperature 0, the rest of theirs stays.
 
     prompt_len  int32 [R]
     seen        int32 or uint32 [R, ceil(vocab / 32)]
@@ -129,7 +130,7 @@ def gather_sampling_reference(
         row = int(context.seg_row[s])
         for source, target in zip(rows, out[:4], strict=True):
             target[s] = source[row]
-        out.index[s] = int(context.seg_start[s]) + int(context.seg_tokens[s]) - int(prompt_len[row])
+        out.place[s] = int(context.seg_start[s]) + int(context.seg_tokens[s]) - int(prompt_len[row])
         out.seen[s] = seen.view(torch.int32)[row]
 
 

@@ -1,0 +1,234 @@
+"""`zl frame`, `zl nc`, `zl dissect`, `zl load` as processes in pipes, against the fake server."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.fake_server import FakeServer
+from zl.net.codec import decode_request, encode_request, encode_tokens, pack_tokens
+from zl.net.frames import PING
+
+ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONUNBUFFERED": "1"}
+
+
+def zl(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "zl", *arguments], input=stdin, capture_output=True, timeout=60,
+                          check=False, env=ENV)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with FakeServer() as running:
+        yield running
+
+
+def request(done: subprocess.CompletedProcess[bytes]):
+    assert done.returncode == 0, done.stderr
+    assert int.from_bytes(done.stdout[:4], "big") == len(done.stdout) - 4
+    return decode_request(done.stdout[4:])
+
+
+def test_frame_from_flags_has_every_field():
+    flags = ("--id 9 --system s --context c --type creative --temperature 0 --top-p 0.5 --repetition-penalty 1.25 "
+             "--max-tokens 3 --seed 7 --deadline-ms 50 --stop x --stop y --ignore-eos --logprobs")  # fmt: skip
+    made = request(zl("frame", "Hi", "Hello", "Bye", *flags.split()))
+    assert made == decode_request(encode_request(
+        request_id=9, messages=["Hi", "Hello", "Bye"], system="s", context="c", type=2, temperature=0, top_p=0.5,
+        repetition_penalty=1.25, max_tokens=3, seed=7, deadline_ms=50, stop=["x", "y"], ignore_eos=True, logprobs=True,
+    )[4:])  # fmt: skip
+
+
+def test_frame_makes_pings_cancels_hellos_and_token_requests():
+    assert zl("frame", "--ping").stdout == PING
+    assert request(zl("frame", "--cancel", "--id", "5")).operation == 1
+    hello = request(zl("frame", "--hello", "--auth-token", "t"))
+    assert (hello.operation, hello.auth_token) == (2, b"t")
+    tokens = request(zl("frame", "--tokens", "504 3575", "--system", "1,2"))
+    assert (tokens.encoding, tokens.messages, tokens.system) == (1, [pack_tokens([504, 3575])], pack_tokens([1, 2]))
+
+
+def test_frame_reads_json_objects_and_proto_text():
+    records = b'{"system": "s", "messages": ["Hi"], "temperature": 0.7}\n{"id": 40, "messages": [[5, 6]]} ' \
+              b'{"messages": [{"base64": "/w=="}], "type": "SUMMARIZE"}'  # fmt: skip
+    done = zl("frame", "--json", stdin=records)
+    made = [encode_request(request_id=1, system="s", messages=["Hi"], temperature=0.7),
+            encode_request(request_id=40, messages=[pack_tokens([5, 6])], encoding=1),
+            encode_request(request_id=2, messages=[b"\xff"], type=1)]  # fmt: skip
+    assert done.stdout == b"".join(made)
+    done = zl("frame", "--proto", stdin=b'messages: "Hi" temperature: 700000 request_id: 3')
+    assert done.stdout == encode_request(request_id=3, messages=["Hi"], temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "words"),
+    [
+        (("--json",), b'{"message": ["Hi"]}', "no field is called 'message'"),
+        (("--json",), b'{"messages": ["Hi"]} [1]', "no JSON object"),
+        (("--json",), b'{"messages": ["Hi"],\n "seed" 7}', "line 2, column 9"),
+        (("--json",), b'{"messages": [{"image": 1}]}', "messages cannot be"),
+        (("--json",), b'{"messages": ["Hi"], "max_tokens": -1}', "object 1"),
+        (("--proto",), b'message: "Hi"', "1:1"),
+        (("--tokens", "five"), b"", "no list of numbers"),
+        (("--ping", "Hi"), b"", "leave one of them out"),
+    ],
+)
+def test_frame_ends_wrong_use_with_2_and_says_where(arguments, stdin, words):
+    done = zl("frame", *arguments, stdin=stdin)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert words in done.stderr.decode()
+
+
+def test_nc_prints_text_json_or_raw(server):
+    frames = encode_request(request_id=1, messages=["say a b"]) + PING
+    frames += encode_request(request_id=2, messages=["say c"])
+    done = zl("nc", server.address, stdin=frames)
+    assert done.returncode == 0
+    assert sorted(done.stdout.decode().splitlines()) == ["a b ", "c ", "pong"]
+    done = zl("nc", "--output", "json", server.address, stdin=encode_request(request_id=1, messages=["say a"]))
+    first, last = map(json.loads, done.stdout.splitlines())
+    assert first == {"request_id": 1, "token_ids": [1], "seed": 99, "text": "a "}
+    assert (last["is_finished"], last["finish_reason"], last["usage"]["prompt_tokens"]) == (True, "STOP", 7)
+    raw = zl("nc", "--output", "raw", server.address, stdin=encode_request(request_id=1, messages=["say a"]))
+    assert raw.stdout.startswith(encode_tokens(1, [1], b"a ", None, 99))
+
+
+def test_nc_sends_files_in_order_and_keeps_answers_apart(server, tmp_path):
+    for i in (1, 2, 3):
+        (tmp_path / str(i)).write_bytes(encode_request(request_id=i, messages=[f"say {i} {i}"]))
+    done = zl("nc", server.address, *(str(tmp_path / str(i)) for i in (1, 2, 3)))
+    assert done.returncode == 0
+    assert sorted(done.stdout.decode().splitlines()) == ["1 1 ", "2 2 ", "3 3 "]
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "words"),
+    [
+        ("say fine", 0, ""),
+        ("fail OVERLOADED", 3, "request 1: OVERLOADED: told to fail: OVERLOADED (retry after 1500 ms)"),
+        ("fail-late INTERNAL", 3, "INTERNAL"),
+        ("break", 4, "before request 1 was answered"),
+        ("garbage", 4, "does not speak zl's protocol"),
+        ("silent", 4, "before request 1 was answered"),
+    ],
+)
+def test_nc_status_says_how_it_went(server, question, status, words):
+    frame = encode_request(request_id=1, messages=[question])
+    done = zl("nc", "--timeout", "1", server.address, stdin=frame)
+    assert (done.returncode, words in done.stderr.decode()) == (status, True), done.stderr
+
+
+def test_nc_gives_up_on_a_server_that_says_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        done = zl("nc", "--timeout", "0.3", f"tcp:127.0.0.1:{listening.getsockname()[1]}", stdin=PING)
+    assert (done.returncode, done.stdout) == (4, b"")
+    assert b"silent for too long" in done.stderr
+
+
+def test_nc_without_a_server_ends_with_4_and_wrong_use_with_2(tmp_path):
+    assert zl("nc", f"unix:{tmp_path}/none").returncode == 4
+    assert zl("nc", "localhost").returncode == 2
+    assert zl("nc", f"unix:{tmp_path}/none", str(tmp_path / "nothing")).returncode == 2
+
+
+def test_nc_streams_what_a_slow_pipe_gives(server):
+    with subprocess.Popen([sys.executable, "-m", "zl", "nc", server.address], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, env=ENV) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(PING)
+        process.stdin.flush()
+        assert process.stdout.readline() == b"pong\n"  # while stdin is still open
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_a_pipe_of_the_three_explains_an_answer(server):
+    frame = zl("frame", "say hello")
+    answer = zl("nc", "--output", "raw", server.address, stdin=frame.stdout)
+    shown = zl("dissect", "-", stdin=answer.stdout)
+    assert shown.returncode == 0
+    lines = shown.stdout.decode().splitlines()
+    assert lines[0].startswith("from the server")
+    assert lines[-1] == "fine"
+    assert any("text (LEN field 5): 6 bytes: 'hello '" in line for line in lines)
+
+
+def test_dissect_names_what_is_wrong_and_ends_with_1(tmp_path):
+    file = tmp_path / "bad.bin"
+    file.write_bytes(b"\0\0\0\x08\x12\xf4\x03short")
+    done = zl("dissect", str(file))
+    text = done.stdout.decode()
+    assert done.returncode == 1
+    assert "length 500, but 5 bytes are left" in text
+    assert text.splitlines()[-1].startswith("wrong at offset 5, in frame 1")
+    assert "\x1b" not in text  # colour is for terminals
+    quiet = zl("dissect", "-q", "--from", "client", str(file)).stdout.decode()
+    assert quiet.splitlines() == text.splitlines()[-1:]
+    assert zl("dissect", str(tmp_path / "none")).returncode == 2
+
+
+def test_dissect_colours_on_a_terminal():
+    master, slave = pty.openpty()
+    with subprocess.Popen([sys.executable, "-m", "zl", "dissect", "-"], stdin=subprocess.PIPE, stdout=slave,
+                          env=ENV) as process:  # fmt: skip
+        os.close(slave)
+        process.communicate(b"\0\0\0\x02\0\1", timeout=30)
+        assert process.returncode == 1
+    fcntl.fcntl(master, fcntl.F_SETFL, os.O_NONBLOCK)
+    shown = os.read(master, 65_536)
+    os.close(master)
+    assert b"\x1b[1;31m" in shown
+    assert b"field number 0" in shown
+
+
+def test_load_against_the_echo_server_counts_every_frame():
+    done = zl("load", "--echo", "--streams", "8", "--tokens", "20", "--per-stream", "2", "--json")
+    figures = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (figures["requests"], figures["failed"], figures["tokens"], figures["frames"]) == (16, 0, 320, 320)
+    assert figures["client_cpu_s"] > 0
+    assert figures["server_cpu_s"] >= 0
+    for arguments in (("--connections", "1"), ("--client",), ("--shared-words", "40"),
+                      ("--rate", "40", "--seconds", "1"), ("--idle", "20"), ("--long-words", "100")):  # fmt: skip
+        done = zl("load", "--echo", "--streams", "4", "--tokens", "20", *arguments)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout.decode()
+        assert " 0 failed" in text
+        assert "time to first token" in text
+        assert "#" in text
+
+
+def test_load_reads_prompts_with_their_own_lengths(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"messages": ["a"], "max_tokens": 3}\n{"system": "s", "messages": ["b"], "max_tokens": 5}\n')
+    done = zl("load", "--echo", "--scenario", "mixed", "--streams", "2", "--prompts", str(file), "--json")
+    assert json.loads(done.stdout)["tokens"] == 8
+    file.write_text("{}\n")
+    done = zl("load", "--echo", "--prompts", str(file))
+    assert (done.returncode, b"max_tokens" in done.stderr) == (2, True)
+    assert zl("load", "--echo", "--scenario", "mixed").returncode == 2
+    assert zl("load").returncode == 2
+    assert zl("load", f"unix:{tmp_path}/none").returncode == 4
+
+
+def test_load_reports_a_server_that_fails():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        def hang_up():
+            for _ in range(2):
+                listening.accept()[0].close()
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        done = zl("load", f"tcp:127.0.0.1:{listening.getsockname()[1]}", "--streams", "1", "--tokens", "4")
+        socket.create_connection(listening.getsockname()).close()
+        thread.join(10)
+    assert done.returncode == 4
+    assert b"requests failed" in done.stderr

@@ -1,0 +1,280 @@
+"""zl/service.py and zl/emit.py: requests in, step results in, frames out; no socket, no engine, a clock of our own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zl.dispatch import Dispatcher, Limits
+from zl.errors import Code, Finish, RequestError
+from zl.gpu.loop import StepResult
+from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
+from zl.net import codec
+from zl.net.frames import FrameDecoder
+from zl.pages import PageBooks
+from zl.rows import Rows
+from zl.service import Service
+from zl.shapes import Shapes
+from zl.text.prompt import Prompt
+
+SHAPES = Shapes(max_rows=2, max_model_len=128, max_tokens=32, default_tokens=8)
+HELLO = [b"\xe4", b"\xb8\xad", b"a", b"b", b"c", b""]  # the first two are one character in two tokens
+
+
+class Conn:
+    """What a connection is to the service: a queue of frames, and what it was told."""
+
+    def __init__(self):
+        self.frames: list[codec.Response] = []
+        self.ended: list[int] = []
+        self.flushed = 0
+        self._decoder = FrameDecoder()
+
+    def queue(self, data: bytes) -> None:
+        self.frames += [codec.decode_response(event.data) for event in self._decoder.feed(data)]
+
+    def finished(self, request_id: int) -> None:
+        self.ended.append(request_id)
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+    @property
+    def last(self) -> codec.Response:
+        assert self.frames[-1].is_finished
+        assert sum(frame.is_finished for frame in self.frames) == 1
+        return self.frames[-1]
+
+
+class Prompts:
+    def build(self, system, messages, context, tokens, max_prompt_tokens):
+        ids = list(range(len(messages[-1])))[:max_prompt_tokens]
+        return Prompt(ids, 0, len(messages[-1]) > max_prompt_tokens)
+
+
+class Table:
+    """The part of text.detok.TokenTable that a TextStream reads."""
+
+    pieces = tuple(HELLO)
+    first: dict[int, bytes] = {}
+    control_ids = frozenset({5})
+
+
+class Bench:
+    def __init__(self, **limits):
+        self.now = 100.0
+        self.timers: list[tuple[float, object]] = []
+        self.seated = []
+        self.nudges = 0
+        self.rows = Rows(SHAPES.max_rows)
+        self.pages = PageBooks(16)
+        self.dispatcher = Dispatcher(
+            SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
+        )
+        self.service = Service(
+            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
+            call_at=lambda when, function: self.timers.append((when, function)), engine_nudge=self._nudge,
+            clock=lambda: self.now,
+        )  # fmt: skip
+
+    def _nudge(self):
+        self.nudges += 1
+
+    def ask(self, conn, request_id=1, text=b"hello", **fields):
+        self.service.submit(conn, codec.Request(request_id=request_id, messages=[text], **fields))
+
+    def step(self, *drawn, retired=(), first=()):
+        """drawn: (ticket, token, flags)"""
+        self.now += 0.01
+        tickets, tokens, flags = ([d[i] for d in drawn] for i in range(3))
+        self.service.on_step(
+            StepResult(tickets, tokens, [-0.5] * len(drawn), flags, list(first), list(retired), 10_000)
+        )
+
+    def empty(self):
+        self.dispatcher.check()
+        return self.rows.in_use == self.pages.in_use == self.dispatcher.queued == self.service.in_flight == 0
+
+
+def test_answer_with_length_finish_and_usage():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 7, max_tokens=2, seed=9, logprobs=True)
+    (ticket,) = bench.seated
+    bench.step((ticket, 2, 0), first=[(ticket, 3)])
+    bench.step((ticket, 3, LENGTH), retired=[ticket])
+    first, last = conn.frames
+    assert (first.token_ids, first.text, first.seed, first.logprobs) == ([2], b"a", 9, [-0.5])
+    assert (last.token_ids, last.text, last.finish, last.seed) == ([3], b"b", Finish.LENGTH, 0)
+    usage = conn.last.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.constant_tokens) == (5, 2, 3)
+    assert (usage.queue_us, usage.prefill_us) == (0, 10_000)
+    assert 9_000 <= usage.decode_us <= 10_000
+    assert conn.ended == [7]
+    assert conn.flushed == 2
+    assert bench.empty()
+
+
+def test_end_token_is_neither_token_nor_text():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn)
+    (ticket,) = bench.seated
+    bench.step((ticket, 2, 0))
+    bench.step((ticket, 5, EOS), retired=[ticket])
+    assert [frame.token_ids for frame in conn.frames] == [[2], []]
+    assert conn.last.finish == Finish.STOP
+    assert conn.last.usage.completion_tokens == 1
+    assert bench.empty()
+
+
+def test_answer_that_ends_at_once_still_says_its_seed():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, seed=77)
+    bench.step((bench.seated[0], 5, EOS), retired=[bench.seated[0]])
+    assert (conn.last.seed, conn.last.token_ids) == (77, [])
+    assert bench.empty()
+
+
+def test_character_is_never_split_across_frames():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, max_tokens=3)
+    (ticket,) = bench.seated
+    for token, flag in ((0, 0), (1, 0), (0, LENGTH)):
+        bench.step((ticket, token, flag), retired=[ticket] if flag else [])
+    assert [frame.text for frame in conn.frames] == [b"", "中".encode(), "\ufffd".encode()]
+    assert bench.empty()
+
+
+def test_stop_string_ends_the_answer_before_the_engine_knows():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, stop=[b"bc"])
+    (ticket,) = bench.seated
+    for token in (2, 3, 4):
+        bench.step((ticket, token, 0))
+    assert b"".join(frame.text for frame in conn.frames) == b"a"
+    assert conn.last.finish == Finish.STOP
+    assert bench.rows.control[ticket.row] == 1
+    bench.step((ticket, 2, 0))  # a step that was in flight
+    assert len(conn.frames) == 3
+    bench.step(retired=[ticket])
+    assert bench.empty()
+
+
+def test_numeric_failure_ends_with_its_code():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn)
+    (ticket,) = bench.seated
+    bench.step((ticket, -1, NUMERIC), retired=[ticket])
+    assert conn.last.error.code == Code.NUMERIC
+    assert conn.last.finish == Finish.ERROR
+    assert bench.empty()
+
+
+@pytest.mark.parametrize("seated", [True, False])
+def test_cancel_is_answered_at_once_and_frees_the_row_later(seated):
+    bench, conn = Bench(), Conn()
+    for i in range(3):
+        bench.ask(conn, i + 1)
+    victim = 1 if seated else 3
+    bench.service.cancel(conn, victim)
+    assert (conn.frames[-1].request_id, conn.frames[-1].finish) == (victim, Finish.CANCELLED)
+    assert conn.frames[-1].usage is not None
+    bench.service.cancel(conn, victim)
+    bench.service.cancel(conn, 999)
+    assert len(conn.frames) == 1
+    bench.service.closed(conn)
+    for ticket in list(bench.seated):
+        bench.step(retired=[ticket])
+    assert bench.empty()
+
+
+def test_closed_connection_gets_nothing_more():
+    bench, conn = Bench(), Conn()
+    for i in range(3):
+        bench.ask(conn, i)
+    bench.service.closed(conn)
+    bench.step(*((ticket, 2, 0) for ticket in bench.seated))
+    assert conn.frames == []
+    bench.step(retired=list(bench.seated))
+    assert bench.empty()
+
+
+def test_waiting_request_is_seated_when_a_row_frees():
+    bench, conn = Bench(), Conn()
+    for i in range(3):
+        bench.ask(conn, i)
+    assert len(bench.seated) == 2
+    bench.now += 0.5
+    bench.step((bench.seated[0], 5, EOS), retired=[bench.seated[0]])
+    assert len(bench.seated) == 3
+    bench.step((bench.seated[2], 5, EOS), (bench.seated[1], 5, EOS), retired=bench.seated[1:])
+    queue_us = {frame.request_id: frame.usage.queue_us for frame in conn.frames}
+    assert queue_us[2] >= 500_000 > queue_us[0]
+    assert bench.empty()
+
+
+def test_deadline_ends_waiting_and_running_requests():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, deadline_ms=50)
+    bench.ask(conn, 2)
+    bench.ask(conn, 3, deadline_ms=70)
+    assert [when for when, _ in bench.timers] == [100.05, 100.07]
+    bench.now = 100.06
+    bench.timers[0][1]()
+    assert [(f.request_id, f.error.code) for f in conn.frames] == [(1, Code.DEADLINE_EXCEEDED)]
+    bench.now = 100.08
+    bench.timers[1][1]()
+    assert {f.request_id for f in conn.frames} == {1, 3}
+    assert bench.dispatcher.queued == 0
+    bench.service.closed(conn)
+    bench.step(retired=list(bench.seated))
+    assert bench.empty()
+
+
+def test_full_house_answers_overloaded():
+    bench, conn = Bench(max_queue=1), Conn()
+    for i in range(3):
+        bench.ask(conn, i)
+    with pytest.raises(RequestError) as refusal:
+        bench.ask(conn, 9)
+    assert (refusal.value.code, refusal.value.request_id) == (Code.OVERLOADED, 9)
+    assert refusal.value.retry_after_ms > 0
+    assert bench.service.in_flight == 3
+
+
+def test_draining_takes_nothing_new_and_ends_what_is_left():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1)
+    bench.service.accepting = False
+    with pytest.raises(RequestError) as refusal:
+        bench.ask(conn, 2)
+    assert refusal.value.code == Code.DRAINING
+    bench.service.end_all("time is up")
+    assert conn.last.error.code == Code.DRAINING
+    bench.step(retired=list(bench.seated))
+    assert bench.empty()
+
+
+def test_dead_engine_ends_every_request_with_internal():
+    bench, conn, other = Bench(), Conn(), Conn()
+    bench.ask(conn, 1)
+    bench.ask(other, 1)
+    bench.service.engine_failed(RuntimeError("bus"))
+    assert {c.last.error.code for c in (conn, other)} == {Code.INTERNAL}
+    assert not bench.service.healthy
+
+
+def test_bad_token_ids_are_refused_with_the_field():
+    bench, conn = Bench(), Conn()
+    ids = np.array([1, len(HELLO)], "<i4").tobytes()
+    with pytest.raises(RequestError) as refusal:
+        bench.ask(conn, 4, text=ids, encoding=codec.Encoding.TOKENS)
+    assert (refusal.value.code, refusal.value.request_id) == (Code.BAD_REQUEST, 4)
+    assert "messages[0]" in refusal.value.message
+    assert bench.empty()
+
+
+def test_empty_stop_string_leaves_no_trace():
+    bench, conn = Bench(), Conn()
+    with pytest.raises(RequestError):
+        bench.ask(conn, stop=[b""])
+    assert bench.empty()
