@@ -18,7 +18,7 @@ endif
 
 SOCKET := $(if $(wildcard $(XDG_RUNTIME_DIR)),$(XDG_RUNTIME_DIR)/zl.sock,/tmp/zl-$(shell id -u).sock)
 
-.PHONY: help install pull serve test lint clean
+.PHONY: help install pull serve test lint determinism clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,6 +50,9 @@ test: $(VENV)/.installed-test pull ## run the tests; make test ARGS='-k cancel' 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+determinism: $(VENV)/.installed-test pull ## 200 requests alone, in 5 random orders with cancels, after a restart: equal to the last bit
+	$(BIN)/python -m bench.determinism
 
 clean: ## remove the virtual environment and what tools left behind; the model cache stays
 	rm -rf $(VENV) build dist zl.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

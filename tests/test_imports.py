@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SERVING = {"zl.server", "zl.cli"}
+ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.protocol", "zl.net.listen", "zl.net.session"}
 
 # The longest matching prefix counts. docs/design.md tells what each module is for.
 NEVER: dict[str, set[str]] = {
@@ -65,8 +66,11 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
     "zl.metrics": {"torch", "asyncio"},
-    "zl.client": {"torch", "numpy", "asyncio", "zl.gpu", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
-    "zl.client.aio": {"torch", "numpy", "zl.gpu", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
+    "zl.client": ASYNC_CLIENT | {"asyncio"},
+    "zl.client.aio": ASYNC_CLIENT,
+    "zl.client.aio_pool": ASYNC_CLIENT,
+    "zl.client.editing": ASYNC_CLIENT,
+    "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }
 FREE = ("zl", "zl.net", "zl.sampling", "zl.server", "zl.cli", "zl.__main__")  # empty packages, and those that wire
 LAZY = {("zl.client", "zl.client.aio")}  # loaded at the first use of AsyncClient, which brings asyncio with it

@@ -15,7 +15,7 @@ import torch
 
 from zl.client import AsyncClient, Client
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 PROMPTS = [json.loads(line) for line in (Path(__file__).parent.parent / "data" / "chat.jsonl").read_text().splitlines()]
 N_NEW = 64

@@ -1,4 +1,4 @@
-"""The Python client: `Client` for threads, `AsyncClient` for asyncio, and the exceptions of both.
+"""The Python client: `Client` for threads, `AsyncClient` for asyncio, pools of several servers, and the exceptions.
 
     from zl.client import Client
 
@@ -6,11 +6,12 @@
         for chunk in client.stream("What is the capital of France?"):
             print(chunk.text, end="", flush=True)
 
-Owns no state. Imports nothing heavier than protobuf; asyncio comes only with the first use of `AsyncClient`.
+Owns no state. Imports nothing heavier than protobuf; asyncio comes only with the first use of what needs it.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from zl.client.errors import (
@@ -25,6 +26,7 @@ from zl.client.errors import (
     StreamBroken,
     TimedOut,
     Unauthenticated,
+    UnsupportedContent,
     ZlClientError,
 )
 from zl.client.messages import Answer, Chunk, Options, Result, ServerInfo, Timeouts, Usage
@@ -33,10 +35,15 @@ from zl.errors import Code, Finish
 
 if TYPE_CHECKING:
     from zl.client.aio import AsyncClient, AsyncStream
+    from zl.client.aio_pool import AsyncPool, AsyncPoolStream
+    from zl.client.editing import Debounce, DoubleBuffer
+    from zl.client.pool import Pool, PoolStream
 
 __all__ = [
     "Answer",
     "AsyncClient",
+    "AsyncPool",
+    "AsyncPoolStream",
     "AsyncStream",
     "BadRequest",
     "Chunk",
@@ -44,11 +51,15 @@ __all__ = [
     "Code",
     "ConnectionFailed",
     "DeadlineExceeded",
+    "Debounce",
+    "DoubleBuffer",
     "Draining",
     "Finish",
     "LimitExceeded",
     "Options",
     "Overloaded",
+    "Pool",
+    "PoolStream",
     "RequestRefused",
     "Result",
     "ServerError",
@@ -58,14 +69,26 @@ __all__ = [
     "TimedOut",
     "Timeouts",
     "Unauthenticated",
+    "UnsupportedContent",
     "Usage",
     "ZlClientError",
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in ("AsyncClient", "AsyncStream"):
-        from zl.client import aio
+_LAZY = {
+    "AsyncClient": "aio",
+    "AsyncStream": "aio",
+    "AsyncPool": "aio_pool",
+    "AsyncPoolStream": "aio_pool",
+    "Debounce": "editing",
+    "DoubleBuffer": "editing",
+    "Pool": "pool",
+    "PoolStream": "pool",
+}
 
-        return getattr(aio, name)
+
+def __getattr__(name: str) -> object:
+    # What only some need, and asyncio with it, would double the time that the import takes.
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"zl.client.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

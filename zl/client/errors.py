@@ -46,6 +46,10 @@ class BadRequest(RequestRefused):
     code = Code.BAD_REQUEST
 
 
+class UnsupportedContent(BadRequest):
+    """A turn holds an image, a sound or a file; the message says what can be sent. Nothing went to the server."""
+
+
 class LimitExceeded(RequestRefused):
     """The request is larger than the server allows."""
 

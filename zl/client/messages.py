@@ -7,10 +7,10 @@ Refuses asyncio, sockets, and whatever is heavier than the codec.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from zl.client.errors import BadRequest
+from zl.client.errors import BadRequest, UnsupportedContent
 from zl.errors import Finish
 from zl.net.codec import Encoding, RequestType, ServerInfo, Usage, pack_tokens
 
@@ -106,6 +106,10 @@ def request_fields(messages: Messages, options: Options) -> dict[str, Any]:
         raise BadRequest(f"unknown option {sorted(unknown)[0]!r}: there are {', '.join(Options.__annotations__)}")
     turns: Sequence[Turn] = (messages,) if isinstance(messages, str | bytes) else messages
     texts = {"system": options.get("system"), "context": options.get("context")}
+    for i, turn in enumerate(turns):
+        refuse_media(turn, f"messages[{i}]")
+    for name, text in texts.items():
+        refuse_media(text, name)
     given = [*turns, *(value for value in texts.values() if value is not None and value not in ("", b""))]
     in_tokens = any(not isinstance(value, str | bytes) for value in given)
     if in_tokens and any(isinstance(value, str | bytes) for value in given):
@@ -130,6 +134,33 @@ def request_fields(messages: Messages, options: Options) -> dict[str, Any]:
         fields["type"] = _profile(profile)
     fields |= {name: True for name in ("ignore_eos", "logprobs") if options.get(name)}
     return fields
+
+
+_MEDIA_STARTS = {b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF8": "a GIF image",
+                 b"RIFF": "a WAV or WebP file", b"%PDF": "a PDF file", b"ID3": "an MP3 file"}  # fmt: skip
+
+
+def refuse_media(value: object, where: str) -> None:
+    """Refuse what holds no text: parts of a multimodal chat, and bytes that begin like an image, a sound or a PDF.
+
+    Raises  UnsupportedContent: which it is and what can be sent instead; BadRequest: a chat object, which has a helper
+    """
+    found = ""
+    if isinstance(value, bytes):
+        found = next((name for start, name in _MEDIA_STARTS.items() if value.startswith(start)), "")
+    elif isinstance(value, Mapping):
+        if "role" in value and isinstance(value.get("content"), str):
+            raise BadRequest(f"{where} is a chat object: turn the chat into system prompt and turns with "
+                             "zl.client.helpers.from_chat(messages)")  # fmt: skip
+        found = f"a part of type {value.get('type', 'unknown')!r}"
+        if isinstance(value.get("content"), list):
+            refuse_media(value["content"], where)
+    elif isinstance(value, list | tuple):
+        part = next((each for each in value if isinstance(each, Mapping) and each.get("type") != "text"), None)
+        found = f"a part of type {part.get('type', 'unknown')!r}" if part is not None else ""
+    if found:
+        raise UnsupportedContent(f"{where} has {found}: zl serves text models only. A turn can be str, bytes "
+                                 "of UTF-8 or a list of token ids; send a description or extracted text")  # fmt: skip
 
 
 def _turn(value: Turn) -> bytes:
@@ -162,5 +193,6 @@ __all__ = [
     "Turn",
     "Usage",
     "join",
+    "refuse_media",
     "request_fields",
 ]

@@ -1,0 +1,265 @@
+"""zl/client/pool.py and aio_pool.py over real sockets: balancing, retry, back-off, ejection, probing, reconnecting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.client.kit import Clock, HoldingServer, run, until
+from tests.fake_server import FakeServer
+from zl.client import (
+    AsyncPool,
+    BadRequest,
+    ConnectionFailed,
+    DeadlineExceeded,
+    Overloaded,
+    Pool,
+    StreamBroken,
+    Unauthenticated,
+)
+from zl.errors import Code, PeerError
+from zl.net.codec import encode_error
+
+
+class BusyServer(FakeServer):
+    """Refuses the first requests with a hint, then answers."""
+
+    def __init__(self, refusals: int, code: Code, retry_after_ms: int = 0, unix=None):
+        super().__init__(unix)
+        self.refusals, self._code, self._retry_after_ms = refusals, code, retry_after_ms
+
+    async def _answer(self, request, writer):
+        if self.refusals > 0:
+            self.refusals -= 1
+            error = PeerError(self._code, "not now", retry_after_ms=self._retry_after_ms)
+            writer.write(encode_error(error, request.request_id))
+        else:
+            await super()._answer(request, writer)
+
+
+@pytest.fixture
+def three(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(HoldingServer(tmp_path / f"s{i}")) for i in range(3)]
+
+
+def addresses(servers):
+    return [server.address for server in servers]
+
+
+def in_flight(pool):
+    return [endpoint.in_flight for endpoint in pool.endpoints]
+
+
+def test_requests_go_where_the_fewest_are(three):
+    with Pool(addresses(three)) as pool:
+        streams = [pool.stream("held x") for _ in range(6)]
+        assert in_flight(pool) == [2, 2, 2]
+        for server in three:
+            assert server.holding.acquire(timeout=10)
+            server.release()
+        assert ["".join(chunk.text for chunk in stream) for stream in streams] == ["x "] * 6
+        assert in_flight(pool) == [0, 0, 0]
+        pool.stream("endless").close()
+        left = pool.stream("endless")
+        next(left)
+        del left
+        assert in_flight(pool) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("code", [Code.OVERLOADED, Code.DRAINING, Code.INTERNAL])
+def test_a_refused_request_moves_to_another_endpoint_at_once(tmp_path, code):
+    clock = Clock()
+    with BusyServer(100, code, 60_000, tmp_path / "a") as busy, FakeServer(tmp_path / "b") as free:
+        with Pool([busy.address, free.address], clock=clock, sleep=clock.sleep) as pool:
+            assert [pool.ask("say x").text for _ in range(4)] == ["x "] * 4
+        assert (clock.slept, len(busy.requests)) == ([], 1)  # spared for the minute that it asked for
+
+
+def test_back_off_waits_as_long_as_the_server_said(tmp_path):
+    clock = Clock()
+    with BusyServer(2, Code.OVERLOADED, 1_500, tmp_path / "a") as server:
+        with Pool(server.address, clock=clock, sleep=clock.sleep) as pool:
+            assert pool.ask("say x").text == "x "
+        assert clock.slept == [1.5, 1.5]
+        server.refusals = 100
+        with Pool(server.address, clock=clock, sleep=clock.sleep, attempts=3) as pool, pytest.raises(Overloaded):
+            pool.ask("say x")
+        with Pool(server.address, clock=clock, sleep=clock.sleep) as pool, pytest.raises(Overloaded):
+            pool.ask("say x", deadline_ms=1_000)  # before the deadline there is no second attempt
+
+
+def test_the_deadline_shrinks_with_each_attempt(tmp_path):
+    clock = Clock()
+    with BusyServer(1, Code.OVERLOADED, 400, tmp_path / "a") as server:
+        with Pool(server.address, clock=clock, sleep=clock.sleep) as pool:
+            assert pool.ask("say x", deadline_ms=1_000).text == "x "
+        assert [request.deadline_ms for request in server.requests] == [1_000, 600]
+    with BusyServer(1, Code.OVERLOADED, 400, tmp_path / "b") as server:
+        # The pause ends before the deadline, but the sleep took longer than it should.
+        slow = Clock()
+        with Pool(server.address, clock=slow, sleep=lambda seconds: slow.sleep(seconds + 1)) as pool:
+            with pytest.raises(DeadlineExceeded):
+                pool.ask("say x", deadline_ms=1_000)
+
+
+def test_what_only_the_caller_can_mend_is_not_tried_again(three):
+    with Pool(addresses(three)) as pool:
+        with pytest.raises(BadRequest):
+            pool.ask("fail BAD_REQUEST")
+        with pytest.raises(StreamBroken) as broken:
+            pool.ask("break")
+        assert broken.value.tokens_received == 2
+        assert sum(len(server.requests) for server in three) == 2
+        with pytest.raises(BadRequest):
+            pool.ask("x", temperatur=1)
+        assert in_flight(pool) == [0, 0, 0]
+
+
+def test_a_dead_endpoint_is_ejected_probed_and_taken_back(tmp_path):
+    clock = Clock()
+    path = tmp_path / "late"
+    with FakeServer(tmp_path / "a") as alive:
+        with Pool([f"unix:{path}", alive.address], clock=clock, sleep=clock.sleep) as pool:
+            assert [pool.ask("say x").text for _ in range(4)] == ["x "] * 4
+            dead = pool.endpoints[0]
+            assert dead.probe_at is not None
+            with FakeServer(path) as late:
+                clock.now += 60
+                assert pool.ask("say x").text == "x "  # this one starts the probe, and waits for nothing
+                for _ in range(1_000):
+                    if dead.probe_at is None:
+                        break
+                    clock.sleep(0)
+                assert [pool.ask("say y").text for _ in range(4)] == ["y "] * 4
+                assert len(late.requests) == 2
+        assert clock.slept.count(0) == len(clock.slept)
+
+
+def test_a_restarted_server_is_connected_to_again(tmp_path):
+    clock = Clock()
+    path = tmp_path / "s"
+    with Pool(f"unix:{path}", clock=clock, sleep=clock.sleep) as pool:
+        for word in ("one", "two"):
+            with FakeServer(path):
+                assert pool.ask(f"say {word}").text == f"{word} "
+            path.unlink(missing_ok=True)
+        with pytest.raises(ConnectionFailed):
+            pool.ask("say three")
+    with pytest.raises(ConnectionFailed, match="closed"):
+        pool.ask("say four")
+
+
+def test_an_auth_token_opens_every_endpoint(tmp_path):
+    with FakeServer(tmp_path / "a", auth_token=b"t") as a, FakeServer(tmp_path / "b", auth_token=b"t") as b:
+        with Pool([a.address, b.address], auth_token="t") as pool:
+            assert [pool.ask("say x").text for _ in range(2)] == ["x "] * 2
+        with Pool([a.address, b.address], auth_token="wrong") as pool, pytest.raises(Unauthenticated):
+            pool.ask("say x")
+
+
+def test_three_endpoints_one_killed_loses_no_request_that_had_not_begun(tmp_path):
+    with contextlib.ExitStack() as others, contextlib.ExitStack() as doomed:
+        servers = [others.enter_context(HoldingServer(tmp_path / f"s{i}")) for i in range(2)]
+        servers.append(doomed.enter_context(HoldingServer(tmp_path / "s2")))
+        pool = others.enter_context(Pool(addresses(servers)))
+        begun = [pool.stream("hang") for _ in range(3)]
+        for stream in begun:
+            next(stream)  # one on each, begun
+        waiting = [pool.stream(f"held {i}") for i in range(30)]
+        for server in servers:
+            for _ in range(10):
+                assert server.holding.acquire(timeout=10)
+        doomed.close()
+        with ThreadPoolExecutor(33) as threads:
+            texts = [threads.submit(lambda s: "".join(chunk.text for chunk in s), stream) for stream in waiting]
+            for server in servers[:2]:
+                for _ in range(5):
+                    assert server.holding.acquire(timeout=10)  # those of the killed one have come
+                server.release()
+            assert [each.result(10) for each in texts] == [f"{i} " for i in range(30)]
+        (lost,) = [stream for stream in begun if stream.address == servers[2].address]
+        with pytest.raises(StreamBroken):
+            list(lost)
+        assert pool.endpoints[2].probe_at is not None
+        for stream in begun:
+            stream.close()
+        assert in_flight(pool) == [0, 0, 0]
+
+
+def test_asyncio_three_endpoints_one_killed_loses_no_request_that_had_not_begun(tmp_path):
+    async def main():
+        with contextlib.ExitStack() as others, contextlib.ExitStack() as doomed:
+            servers = [others.enter_context(HoldingServer(tmp_path / f"s{i}")) for i in range(2)]
+            servers.append(doomed.enter_context(HoldingServer(tmp_path / "s2")))
+            async with AsyncPool(addresses(servers)) as pool:
+                tasks = [asyncio.create_task(pool.ask(f"held {i}")) for i in range(30)]
+                for server in servers:
+                    for _ in range(10):
+                        await until(lambda server=server: server.holding.acquire(blocking=False))
+                stopping = threading.Thread(target=doomed.close)
+                stopping.start()
+                for server in servers[:2]:
+                    for _ in range(5):
+                        await until(lambda server=server: server.holding.acquire(blocking=False))
+                    server.release()
+                assert [(await task).text for task in tasks] == [f"{i} " for i in range(30)]
+                stopping.join(10)
+                assert in_flight(pool) == [0, 0, 0]
+
+    run(main())
+
+
+def test_asyncio_pool_backs_off_ejects_probes_and_takes_back(tmp_path):
+    async def main():
+        clock = Clock()
+        path = tmp_path / "late"
+        with BusyServer(2, Code.OVERLOADED, 1_500, tmp_path / "a") as server:
+            async with AsyncPool(server.address, clock=clock, sleep=clock.sleep_async) as pool:
+                assert (await pool.ask("say x", deadline_ms=9_000)).text == "x "
+                assert clock.slept == [1.5, 1.5]
+                assert server.requests[-1].deadline_ms == 6_000
+            async with AsyncPool([f"unix:{path}", server.address], clock=clock, sleep=clock.sleep_async) as pool:
+                assert [(await pool.ask("say x")).text for _ in range(4)] == ["x "] * 4
+                dead = pool.endpoints[0]
+                assert dead.probe_at is not None
+                with FakeServer(path) as late:
+                    clock.now += 60
+                    await pool.ask("say x")
+                    await until(lambda: dead.probe_at is None)
+                    assert [(await pool.ask("say y")).text for _ in range(4)] == ["y "] * 4
+                    assert len(late.requests) == 2
+
+    run(main())
+
+
+def test_asyncio_streams_end_cancel_and_close_without_leaving_anything(three):
+    async def main():
+        async with AsyncPool(addresses(three)) as pool:
+            async with pool.stream("endless") as stream:
+                async for _ in stream:
+                    stream.cancel()
+                    break
+                assert [chunk async for chunk in stream][-1:] != [None]
+                assert stream.result.finish_reason.name == "CANCELLED"
+            early = pool.stream("endless")
+            await early.close()
+            assert [chunk async for chunk in early] == []
+            task = asyncio.create_task(pool.ask("silent"))
+            await until(lambda: sum(in_flight(pool)) == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(BadRequest):
+                await pool.ask("fail BAD_REQUEST")
+            pool.stream("say unread")  # dropped unread: its request ends with the pool
+            await asyncio.sleep(0.05)
+            assert in_flight(pool) == [0, 0, 0]
+        with pytest.raises(ConnectionFailed, match="closed"):
+            await pool.ask("x")
+
+    run(main())

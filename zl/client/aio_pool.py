@@ -1,0 +1,236 @@
+"""The pool for asyncio: the same calls as `Pool`, awaited. The rules are the balancer's.
+
+State: one connection an endpoint, and the probes under way. For one loop; not for use from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Self, Unpack
+
+from zl.client.aio import AsyncClient, AsyncStream
+from zl.client.balancer import Balancer, Endpoint, Retry
+from zl.client.errors import ConnectionFailed, ZlClientError
+from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
+from zl.client.pool import ATTEMPTS, PATIENCE_S
+
+
+class AsyncPool:
+    """Several servers as one; arguments and errors are those of `Pool`. Use it with `async with`, or close it."""
+
+    def __init__(
+        self,
+        addresses: str | Iterable[str],
+        *,
+        timeout: float | Timeouts | None = None,
+        auth_token: str = "",
+        patience: float = PATIENCE_S,
+        attempts: int = ATTEMPTS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        self._balancer = Balancer(addresses)
+        self._timeout = timeout
+        self._token = auth_token
+        self._patience = patience
+        self._attempts = attempts
+        self._clock = clock
+        self._sleep = sleep
+        self._connecting = {each: asyncio.Lock() for each in self._balancer.endpoints}
+        self._clients: dict[Endpoint, AsyncClient] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The endpoints as they stand; for looking at."""
+        return tuple(self._balancer.endpoints)
+
+    def stream(self, messages: Messages, **options: Unpack[Options]) -> AsyncPoolStream:
+        """Send a request to one of the servers; see `Client.stream`. It may move until its first token has come."""
+        return AsyncPoolStream(self, messages, Retry(options, self._clock(), self._patience, self._attempts))
+
+    async def ask(self, messages: Messages, **options: Unpack[Options]) -> Answer:
+        """Send a request and wait for the whole answer; see `Client.ask`."""
+        async with self.stream(messages, **options) as stream:
+            chunks = [chunk async for chunk in stream]
+            assert stream.result is not None
+            return join(chunks, stream.result)
+
+    async def close(self) -> None:
+        """Close all connections. Closing twice is fine."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            await client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def begin(self, messages: Messages, retry: Retry) -> tuple[Endpoint, AsyncStream]:
+        """Send a request to an endpoint that takes it, waiting for one if need be."""
+        while True:
+            endpoint = await self._pick(retry)
+            try:
+                client = await self._client(endpoint)
+                return endpoint, client.stream(messages, **retry.options(self._clock()))
+            except ZlClientError as error:
+                self.end(endpoint)
+                if not isinstance(error, ConnectionFailed):
+                    raise
+                await self.failed(endpoint, error, retry)
+            except BaseException:
+                self.end(endpoint)
+                raise
+
+    async def failed(self, endpoint: Endpoint, error: ZlClientError, retry: Retry) -> None:
+        """Note a failure; return where the request may be tried again, raise it where not."""
+        try:
+            retry.failed(self._balancer, endpoint, error, self._clock())
+        finally:
+            client = self._clients.pop(endpoint, None) if endpoint.probe_at is not None else None
+            if client is not None:
+                await client.close()
+
+    def end(self, endpoint: Endpoint) -> None:
+        """Take the end of a request at an endpoint."""
+        self._balancer.done(endpoint)
+
+    async def _pick(self, retry: Retry) -> Endpoint:
+        while True:
+            if self._closed:
+                raise ConnectionFailed("this pool was closed")
+            now = self._clock()
+            for each in self._balancer.due(now):
+                task = asyncio.create_task(self._probe(each), name="zl client probe")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            endpoint = self._balancer.pick(now)
+            if endpoint is not None:
+                return endpoint
+            await self._sleep(retry.pause(self._balancer, now))
+
+    async def _client(self, endpoint: Endpoint) -> AsyncClient:
+        async with self._connecting[endpoint]:
+            client = self._clients.get(endpoint)
+            if client is None:
+                client = await AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token)
+                self._clients[endpoint] = client
+            return client
+
+    async def _probe(self, endpoint: Endpoint) -> None:
+        client = AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token)
+        try:
+            await client.connect()
+            await client.ping()
+        except ZlClientError:
+            await client.close()
+            self._balancer.dead(endpoint, self._clock())
+            return
+        except BaseException:
+            await client.close()
+            raise
+        old = self._clients.get(endpoint)
+        self._clients[endpoint] = client
+        self._balancer.alive(endpoint)
+        if old is not None:
+            await old.close()
+
+
+class AsyncPoolStream:
+    """An answer on its way from one of the servers; used like `AsyncStream`. It moves until a token has come."""
+
+    def __init__(self, pool: AsyncPool, messages: Messages, retry: Retry):
+        self._pool = pool
+        self._messages = messages
+        self._retry = retry
+        self._at: tuple[Endpoint, AsyncStream] | None = None  # where the request is; counts as in flight there
+        self._last: AsyncStream | None = None
+        self._ended = False
+        self._starting: asyncio.Task[None] | None = self._start()
+
+    @property
+    def result(self) -> Result | None:
+        """How the answer ended; None before its end."""
+        return self._last.result if self._last is not None else None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._ended:
+            try:
+                if self._starting is not None:
+                    await self._starting
+                    self._starting = None
+                if self._at is None:
+                    break  # closed meanwhile
+                return await anext(self._at[1])
+            except ZlClientError as error:
+                if self._at is None:
+                    self._ended = True
+                    raise
+                endpoint = self._at[0]
+                self._leave()
+                try:
+                    await self._pool.failed(endpoint, error, self._retry)
+                except BaseException:
+                    self._ended = True
+                    raise
+                self._starting = self._start()
+            except BaseException:  # the end of the answer, and cancelling too
+                await self.close()
+                raise
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
+        if self._at is not None:
+            self._at[1].cancel()
+        elif self._starting is not None:
+            self._ended = True
+            self._starting.cancel()
+
+    async def close(self) -> None:
+        """Stop reading; a request that still runs is cancelled. Closing twice is fine."""
+        self._ended = True
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        if self._at is not None:
+            await self._at[1].close()
+            self._leave()
+
+    aclose = close
+
+    def _start(self) -> asyncio.Task[None]:
+        async def begin() -> None:
+            self._at = await self._pool.begin(self._messages, self._retry)
+            self._last = self._at[1]
+
+        task = asyncio.get_running_loop().create_task(begin(), name="zl client request")
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever never iterates never asks
+        return task
+
+    def _leave(self) -> None:
+        if self._at is not None:
+            self._pool.end(self._at[0])
+            self._at = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        self._leave()  # the stream inside cancels its request in its own __del__

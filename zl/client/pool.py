@@ -1,0 +1,231 @@
+"""A client for several servers: each request goes to the one with the fewest in flight, and to another if that fails.
+
+State: one connection an endpoint, made when needed and again when it was lost. The rules are the balancer's. Threads
+may share a pool. Refuses asyncio; aio_pool.py is the same for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Self, Unpack
+
+from zl.client.balancer import Balancer, Endpoint, Retry
+from zl.client.errors import ConnectionFailed, ZlClientError
+from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
+from zl.client.sync import Client, Stream
+
+PATIENCE_S = 30.0
+ATTEMPTS = 10
+
+
+class Pool:
+    """Several servers as one.
+
+    addresses  `tcp:HOST:PORT` or `unix:PATH`, a list of them or a text with commas between
+    patience   seconds that a request may wait for an endpoint and be tried again in
+    attempts   how often it is tried at most
+    clock, sleep   for tests
+    Raises     ConfigError. Connections are made with the first request.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Iterable[str],
+        *,
+        timeout: float | Timeouts | None = None,
+        auth_token: str = "",
+        patience: float = PATIENCE_S,
+        attempts: int = ATTEMPTS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self._balancer = Balancer(addresses)
+        self._timeout = timeout
+        self._token = auth_token
+        self._patience = patience
+        self._attempts = attempts
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()  # guards the balancer, the clients and `_closed`
+        self._connecting = {each: threading.Lock() for each in self._balancer.endpoints}
+        self._clients: dict[Endpoint, Client] = {}
+        self._closed = False
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The endpoints as they stand; for looking at."""
+        return tuple(self._balancer.endpoints)
+
+    def stream(self, messages: Messages, **options: Unpack[Options]) -> PoolStream:
+        """Send a request to one of the servers; see `Client.stream`. It may move until its first token has come."""
+        return PoolStream(self, messages, Retry(options, self._clock(), self._patience, self._attempts))
+
+    def ask(self, messages: Messages, **options: Unpack[Options]) -> Answer:
+        """Send a request and wait for the whole answer; see `Client.ask`."""
+        with self.stream(messages, **options) as stream:
+            chunks = list(stream)
+            assert stream.result is not None
+            return join(chunks, stream.result)
+
+    def close(self) -> None:
+        """Close all connections. Closing twice is fine."""
+        with self._lock:
+            self._closed = True
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, messages: Messages, retry: Retry) -> tuple[Endpoint, Stream]:
+        """Send a request to an endpoint that takes it, waiting for one if need be."""
+        while True:
+            endpoint = self._pick(retry)
+            try:
+                options = retry.options(self._clock())
+                return endpoint, self._client(endpoint).stream(messages, **options)
+            except ZlClientError as error:
+                self.end(endpoint)
+                if not isinstance(error, ConnectionFailed):
+                    raise
+                self.failed(endpoint, error, retry)
+            except BaseException:
+                self.end(endpoint)
+                raise
+
+    def failed(self, endpoint: Endpoint, error: ZlClientError, retry: Retry) -> None:
+        """Note a failure; return where the request may be tried again, raise it where not."""
+        with self._lock:
+            try:
+                retry.failed(self._balancer, endpoint, error, self._clock())
+            finally:
+                client = self._clients.pop(endpoint, None) if endpoint.probe_at is not None else None
+        if client is not None:
+            client.close()
+
+    def end(self, endpoint: Endpoint) -> None:
+        """Take the end of a request at an endpoint."""
+        with self._lock:
+            self._balancer.done(endpoint)
+
+    def _pick(self, retry: Retry) -> Endpoint:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionFailed("this pool was closed")
+                now = self._clock()
+                due = self._balancer.due(now)
+                endpoint = self._balancer.pick(now)
+                seconds = 0.0
+                if endpoint is None:
+                    seconds = retry.pause(self._balancer, now) if not due else 0.001
+            for each in due:
+                threading.Thread(target=self._probe, args=(each,), name="zl client probe", daemon=True).start()
+            if endpoint is not None:
+                return endpoint
+            self._sleep(seconds)
+
+    def _client(self, endpoint: Endpoint) -> Client:
+        with self._connecting[endpoint]:
+            with self._lock:
+                client = self._clients.get(endpoint)
+            if client is None:
+                client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token)
+                self._keep(endpoint, client)
+            return client
+
+    def _probe(self, endpoint: Endpoint) -> None:
+        client: Client | None = None
+        try:
+            client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token)
+            client.ping()
+        except ZlClientError:
+            if client is not None:
+                client.close()
+            with self._lock:
+                self._balancer.dead(endpoint, self._clock())
+            return
+        self._keep(endpoint, client)
+        with self._lock:
+            self._balancer.alive(endpoint)
+
+    def _keep(self, endpoint: Endpoint, client: Client) -> None:
+        with self._lock:
+            closed = self._closed
+            old = None if closed else self._clients.get(endpoint)
+            if not closed:
+                self._clients[endpoint] = client
+        if closed:
+            client.close()
+        if old is not None:
+            old.close()
+
+
+class PoolStream:
+    """An answer on its way from one of the servers; used like `Stream`. It moves to another until a token has come."""
+
+    def __init__(self, pool: Pool, messages: Messages, retry: Retry):
+        self._pool = pool
+        self._messages = messages
+        self._retry = retry
+        self._open = False
+        self._endpoint, self._stream = pool.begin(messages, retry)
+        self._open = True
+
+    @property
+    def result(self) -> Result | None:
+        """How the answer ended; None before its end."""
+        return self._stream.result
+
+    @property
+    def address(self) -> str:
+        """Who answers."""
+        return self._endpoint.address
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        while True:
+            try:
+                return next(self._stream)
+            except StopIteration:
+                self._end()
+                raise
+            except ZlClientError as error:
+                if not self._open:
+                    raise
+                self._end()
+                self._pool.failed(self._endpoint, error, self._retry)
+            self._endpoint, self._stream = self._pool.begin(self._messages, self._retry)
+            self._open = True
+
+    def cancel(self) -> None:
+        """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
+        self._stream.cancel()
+
+    def close(self) -> None:
+        """Stop reading; a request that still runs is cancelled. Closing twice is fine."""
+        if self._open:
+            self._stream.close()
+            self._end()
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._pool.end(self._endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
