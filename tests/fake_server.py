@@ -94,8 +94,8 @@ class FakeServer:
         finally:
             for each in running.values():
                 each.cancel()
+            writer.close()  # before anything is awaited: whoever stops the server may cancel us more than once
             await asyncio.gather(*running.values(), return_exceptions=True)
-            writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
             self.closed.set()

@@ -101,13 +101,16 @@ class Pool:
 
     def failed(self, endpoint: Endpoint, error: ZlClientError, retry: Retry) -> None:
         """Note a failure; return where the request may be tried again, raise it where not."""
-        with self._lock:
-            try:
-                retry.failed(self._balancer, endpoint, error, self._clock())
-            finally:
-                client = self._clients.pop(endpoint, None) if endpoint.probe_at is not None else None
-        if client is not None:
-            client.close()
+        client: Client | None = None
+        try:
+            with self._lock:
+                try:
+                    retry.failed(self._balancer, endpoint, error, self._clock())
+                finally:
+                    client = self._clients.pop(endpoint, None) if endpoint.probe_at is not None else None
+        finally:
+            if client is not None:
+                client.close()
 
     def end(self, endpoint: Endpoint) -> None:
         """Take the end of a request at an endpoint."""

@@ -99,7 +99,7 @@ def open_engine(
     elif level != "torch" and have_compiler():
         engine = NativeStep(
             source.shape, Tensors(source, dtype, progress), columns, slots, shapes.n_pages, shapes.step_tokens,
-            n_threads, level=level,
+            n_threads, level=level, blocks=source.blocks,
         )  # fmt: skip
         say(f"program: {engine.name}, {n_threads} threads")
     else:

@@ -22,6 +22,12 @@ WEIGHTS = (
 
 LAYER_WEIGHTS = WEIGHTS[3:]
 
+PACKED = (("wq", "wk", "wv"), ("wo",), ("w_gate", "w_up"), ("w_down",))
+"""A layer's packed matrices, in zl_config.kinds' order, and the tensors that share each."""
+
+BLOCK_FORMATS = {"Q4_0": (2, 1), "Q4_1": (3, 1), "Q8_0": (8, 2)}
+"""Formats that are kept as blocks: GGML's number, kind in zl_config.kinds."""
+
 _INTS = (
     "n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_rows", "max_model_len",
     "pages_per_row", "n_pages", "max_step_tokens", "n_threads", "is_bf16", "n_eos",
@@ -31,7 +37,10 @@ _INTS = (
 class Config(ctypes.Structure):
     """zl_config."""
 
-    _fields_ = [*((name, ctypes.c_int32) for name in _INTS), ("rms_eps", ctypes.c_float), ("eos", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in _INTS), ("rms_eps", ctypes.c_float), ("eos", ctypes.c_void_p),
+        ("kinds", ctypes.c_void_p),
+    ]  # fmt: skip
 
 
 _COLUMNS = {
@@ -100,6 +109,7 @@ def load(path: Path) -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "zl_open": (p, [p, p, p]),
         "zl_weight": (i, [p, i, i, p, n, n, i]),
+        "zl_blocks": (i, [p, i, i, i, p, n, n]),
         "zl_rope": (i, [p, p, p, n]),
         "zl_start": (i, [p]),
         "zl_launch": (ctypes.c_uint32, [p, i]),

@@ -9,6 +9,7 @@ namespace zl {
 
 template <int KT, class Block>
 inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Block&& block, float* out) {
+    tile_fence();
     _tile_loadd(2, q, stride * 2);
     if constexpr (KT > 1) _tile_loadd(3, q + 32, stride * 2);
     if constexpr (KT > 2) _tile_loadd(4, q + 64, stride * 2);
@@ -59,6 +60,7 @@ inline void amx_scores(int kt, const bf16* q, size_t stride, int rows, int pages
 template <int N, class Block, class Each>
 inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, int first, Each&& each, float* out,
                          int ld) {
+    tile_fence();
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
     if constexpr (N > 2) _tile_zero(2);

@@ -1,6 +1,7 @@
 // Sizes, memory and life of a context.
 #include "context.hpp"
 
+#include <algorithm>
 #include <new>
 
 namespace zl {
@@ -55,27 +56,38 @@ size_t zl_context::attn_scratch_bytes() const {
 }
 
 bool zl_context::allocate() {
-    const size_t block = (size_t)2 * 512 * n.elem, hid = Arena::room((size_t)n.hidden_pad * 4);
-    const size_t qkv = (size_t)n.nb_qkv * n.kt_hidden * block, out = (size_t)n.nb_hidden * n.kt_attn * block;
-    const size_t gu = (size_t)n.nb_gate_up * n.kt_hidden * block, down = (size_t)n.nb_hidden * n.kt_ffn * block;
+    const size_t hid = Arena::room((size_t)n.hidden_pad * 4);
     const size_t biases = Arena::room((size_t)n.nb_qkv * 128) + Arena::room((size_t)n.nb_gate_up * 128) + 2 * hid;
     const size_t emb = Arena::room((size_t)n.vocab * n.hidden_pad * n.elem);
-    const size_t head_bytes = (size_t)n.nb_vocab * n.kt_hidden * block;
     const size_t rope = Arena::room((size_t)n.model_len * n.half_pad * 4);
-    if (!weights.open(n.layers * (qkv + out + gu + down + 2 * hid + biases) + emb + head_bytes + hid + 2 * rope))
-        return false;
+    const uint8_t* kind = config.kinds;
+    for (auto& l : layers)
+        for (zl::Matrix* m : {&l.wqkv, &l.wo, &l.wgu, &l.wdown}) m->kind = *kind++;
+    head.kind = *kind;
+    auto bytes = [&](const zl::Matrix& m, int blocks, int kt) {
+        return (size_t)blocks * kt * zl::record_bytes(m.kind, n.elem);
+    };
+    size_t matrices = bytes(head, n.nb_vocab, n.kt_hidden);
+    for (auto& l : layers)
+        matrices += bytes(l.wqkv, n.nb_qkv, n.kt_hidden) + bytes(l.wo, n.nb_hidden, n.kt_attn) +
+                    bytes(l.wgu, n.nb_gate_up, n.kt_hidden) + bytes(l.wdown, n.nb_hidden, n.kt_ffn);
+    if (!weights.open(matrices + n.layers * (2 * hid + biases) + emb + hid + 2 * rope)) return false;
+    auto take = [&](zl::Matrix& m, int blocks, int kt) { m.data = weights.take<char>(bytes(m, blocks, kt)); };
+    // The matrices in the order of a step: a stream of weights.
+    for (auto& l : layers) {
+        take(l.wqkv, n.nb_qkv, n.kt_hidden);
+        take(l.wo, n.nb_hidden, n.kt_attn);
+        take(l.wgu, n.nb_gate_up, n.kt_hidden);
+        take(l.wdown, n.nb_hidden, n.kt_ffn);
+    }
+    take(head, n.nb_vocab, n.kt_hidden);
     embed = weights.take(emb);
     for (auto& l : layers) {
         l.attn_norm = weights.take<float>(hid);
-        l.wqkv = weights.take(qkv);
-        l.wo = weights.take(out);
         l.mlp_norm = weights.take<float>(hid);
-        l.wgu = weights.take(gu);
-        l.wdown = weights.take(down);
         l.bqkv = l.bo = l.bgu = l.bdown = nullptr;  // room is kept; zl_weight takes it
     }
     norm = weights.take<float>(hid);
-    head = weights.take(head_bytes);
     cos = weights.take<float>(rope);
     sin = weights.take<float>(rope);
 
@@ -86,8 +98,10 @@ bool zl_context::allocate() {
     const size_t ffns = m * n.ffn_pad * n.elem, lg = (size_t)n.rows * n.logit_stride * 4;
     const size_t state = Arena::room((size_t)n.rows * 4) * 2 + Arena::room((size_t)n.rows * n.seen_words * 4);
     const size_t final_acts = (size_t)zl::round_up(n.rows, 32) * n.hidden_pad * n.elem;
+    const int kt_most = std::max(n.kt_hidden, std::max(n.kt_attn, n.kt_ffn));
+    const size_t unpacked_bytes = (size_t)std::max(kt_most, 4) * zl::kRecordTiles * zl::kTile * n.elem;
     const size_t total = sums + acts + final_acts + 2 * attn + 2 * kvs + ffns + lg + state +
-                         attn_scratch_bytes() * config.n_threads + 4096;
+                         (attn_scratch_bytes() + unpacked_bytes) * config.n_threads + 4096;
     if (!scratch.open(total)) return false;
     scratch.touch(0, total);
     x = scratch.take<float>(sums);
@@ -103,6 +117,7 @@ bool zl_context::allocate() {
     seen = scratch.take<uint32_t>((size_t)n.rows * n.seen_words * 4);
     for (int t = 0; t < config.n_threads; t++) {
         attn_scratch.push_back(scratch.take(attn_scratch_bytes()));
+        unpacked.push_back(scratch.take(unpacked_bytes));
         drawers.emplace_back(new zl::Drawer(n.vocab));
     }
     return true;

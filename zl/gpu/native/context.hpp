@@ -3,7 +3,7 @@
 //
 // Layouts (elements of T: float or bf16; a tile is 512 elements)
 //   activation  [m / 16][k / 32][16][32]                      rows beyond the last one hold stale values
-//   matrix      [n / 32][k / 32][2 column tiles][tile]        tile as in micro.hpp
+//   matrix      [n / 32][k / 32] records of 2 column tiles    tile as in micro.hpp, record as in blocks.hpp
 //   pool        [layer][page][kv head][K block, V block]
 //   K block     [2 groups of 16 tokens][head_pad / 32][tile]  k = dimension, n = token
 //   V block     [head_pad / 16][tile]                         k = token, n = dimension
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "api.h"
+#include "blocks.hpp"
 #include "draw.hpp"
 #include "memory.hpp"
 #include "simd.hpp"
@@ -44,7 +45,7 @@ struct Sizes {
 };
 
 struct Layer {
-    void *wqkv, *wo, *wgu, *wdown;
+    Matrix wqkv, wo, wgu, wdown;
     float *attn_norm, *mlp_norm;
     float *bqkv, *bo, *bgu, *bdown;  // null where the model has none
 };
@@ -76,7 +77,8 @@ struct zl_context : zl::Job {
     std::vector<int32_t> eos;
 
     zl::Arena weights, pool, scratch;
-    void *embed, *head;  // embed: T [vocab][hidden_pad]
+    void* embed;  // T [vocab][hidden_pad]
+    zl::Matrix head;
     float *norm, *cos, *sin;  // cos, sin: [model_len][half_pad]
     std::vector<zl::Layer> layers;
 
@@ -86,7 +88,7 @@ struct zl_context : zl::Job {
     void *q, *k, *v;                     // [tokens_pad][heads][head_pad]
     float* logits;                       // [rows][logit_stride]
     // By thread.
-    std::vector<void*> attn_scratch;
+    std::vector<void*> attn_scratch, unpacked;  // unpacked: one block of 32 columns
     std::vector<std::unique_ptr<zl::Drawer>> drawers;
     // Device state by row.
     int32_t* last_token;

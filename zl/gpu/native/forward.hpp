@@ -59,17 +59,23 @@ struct Forward {
         clock.mark(stage);
     }
 
-    // One matrix over all rows; done as in gemm.
+    // One matrix over all rows; done as in gemm. `then` is the matrix that this thread will read next.
     template <class F>
-    void multiply(const void* a, int rows, int kt, const void* b, int blocks, TimeOf stage, F&& done) {
+    void multiply(const void* a, int rows, int kt, const Matrix& b, int blocks, const Matrix& then, int then_blocks,
+                  int then_kt, TimeOf stage, F&& done) {
         use_tiles(rows < 16 ? rows : 16);
-        w.run(blocks, 1, [&](int lo, int hi, int) { gemm((const T*)a, rows, kt, (const T*)b, lo, hi, done); });
+        const char* next = then.data + (size_t)w.first(then_blocks) * then_kt * record_bytes(then.kind, n.elem);
+        const size_t block_bytes = kt * record_bytes(b.kind, n.elem);
+        w.run(blocks, 1, [&](int lo, int hi, int limit) {
+            gemm((const T*)a, rows, kt, b, lo, hi, Stream{b.data + limit * block_bytes, next}, (T*)c.unpacked[w.index], done);
+        });
         clock.mark(stage);
     }
 
     void qkv(const Layer& l) {
         const int per = n.head_pad / 32, k0 = n.heads, v0 = n.heads + n.kv_heads;
-        multiply(c.act_hidden, m, n.kt_hidden, l.wqkv, n.nb_qkv, kQkv, [&](int m0, int rows, int nb, const float* out) {
+        multiply(c.act_hidden, m, n.kt_hidden, l.wqkv, n.nb_qkv, l.wo, n.nb_hidden, n.kt_attn, kQkv,
+                 [&](int m0, int rows, int nb, const float* out) {
             const int head = nb / per, at = nb % per * 16;
             const float* bias = l.bqkv ? l.bqkv + (size_t)nb * 32 : nullptr;
             for (int i = 0; i < rows; i++) {
@@ -120,8 +126,9 @@ struct Forward {
     }
 
     // x += act . matrix (+ bias).
-    void add_product(const void* act, int kt, const void* matrix, const float* bias, TimeOf stage) {
-        multiply(act, m, kt, matrix, n.nb_hidden, stage, [&](int m0, int rows, int nb, const float* out) {
+    void add_product(const void* act, int kt, const Matrix& matrix, const float* bias, const Matrix& then, int then_blocks,
+                     TimeOf stage) {
+        multiply(act, m, kt, matrix, n.nb_hidden, then, then_blocks, n.kt_hidden, stage, [&](int m0, int rows, int nb, const float* out) {
             for (int i = 0; i < rows; i++) {
                 float* x = c.x + (size_t)(m0 + i) * n.hidden_pad + nb * 32;
                 V16 lo = vload(out + i * 32), hi = vload(out + i * 32 + 16);
@@ -137,7 +144,7 @@ struct Forward {
 
     // Each block holds 16 columns of the gate and the same 16 of up.
     void gate_up(const Layer& l) {
-        multiply(c.act_hidden, m, n.kt_hidden, l.wgu, n.nb_gate_up, kGateUp,
+        multiply(c.act_hidden, m, n.kt_hidden, l.wgu, n.nb_gate_up, l.wdown, n.nb_hidden, n.kt_ffn, kGateUp,
                  [&](int m0, int rows, int nb, const float* out) {
                      for (int i = 0; i < rows; i++) {
                          V16 g = vload(out + i * 32), u = vload(out + i * 32 + 16);
@@ -161,7 +168,7 @@ struct Forward {
         });
         clock.mark(kFinalNorm);
         if (count)
-            multiply(c.act_hidden, count, n.kt_hidden, c.head, n.nb_vocab, kHead,
+            multiply(c.act_hidden, count, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
                      [&](int m0, int rows, int nb, const float* out) {
                          for (int i = 0; i < rows; i++) {
                              float* to = c.logits + (size_t)(m0 + i) * n.logit_stride + nb * 32;
@@ -215,10 +222,12 @@ struct Forward {
                 norm(layer.attn_norm, kNorm);
                 qkv(layer);
                 attend(l);
-                add_product(c.act_attn, n.kt_attn, layer.wo, layer.bo, kOut);
+                add_product(c.act_attn, n.kt_attn, layer.wo, layer.bo, layer.wgu, n.nb_gate_up, kOut);
                 norm(layer.mlp_norm, kMlpNorm);
                 gate_up(layer);
-                add_product(c.act_ffn, n.kt_ffn, layer.wdown, layer.bdown, kDown);
+                const bool last = l + 1 == n.layers;
+                add_product(c.act_ffn, n.kt_ffn, layer.wdown, layer.bdown, last ? c.head : c.layers[l + 1].wqkv,
+                            last ? n.nb_vocab : n.nb_qkv, kDown);
             }
             head();
             sample();

@@ -76,8 +76,8 @@ inline void tile_step(const bf16* a, size_t rs, const bf16* b, size_t bts, V16 (
 
 // c[r][t*16..] = (add ? c : 0) + a[r][.] . b; rs, ks: strides of a by row and by 32 k; bks, bts: of b by k tile and column tile.
 template <class T, int R, int NT>
-__attribute__((noinline)) void product(const T* a, size_t rs, size_t ks, const T* b, size_t bks, size_t bts, int kt, float* c, size_t ldc,
-                    bool add) {
+__attribute__((noinline)) void product(const T* a, size_t rs, size_t ks, const T* b, size_t bks, size_t bts, int kt,
+                                       float* c, size_t ldc, bool add) {
     V16 acc[R][NT];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < NT; t++) acc[r][t] = add ? vload(c + r * ldc + t * 16) : vzero();

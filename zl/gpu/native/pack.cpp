@@ -9,82 +9,122 @@ struct Column {
     int block, tile, lane;
 };
 
-// dst: packed matrix of kt k tiles. to_column maps a source row, to_k a source column.
-template <class T, class N, class K>
-static void pack(T* dst, int kt, const T* src, int rows, int cols, int n_threads, N&& to_column, K&& to_k) {
-    scatter((int64_t)rows * cols > 1 << 20 ? n_threads : 1, rows, [=](int a, int b) {
-        for (int r = a; r < b; r++) {
-            const Column c = to_column(r);
-            T* base = dst + (size_t)c.block * kt * 2 * kTile + (size_t)c.tile * kTile;
-            const T* s = src + (size_t)r * cols;
-            for (int k = 0; k < cols; k++) {
-                const int at = to_k(k);
-                base[(size_t)(at >> 5) * 2 * kTile + in_tile<T>(at & 31, c.lane)] = s[k];
-            }
-        }
-    });
-}
+// Where a tensor goes: its packed matrix, and how its rows and columns lie there.
+struct Place {
+    Matrix* to = nullptr;
+    int kt = 0, rows = 0, cols = 0;
+    int first_head = -1;  // of rows that are heads, padded by halves; else -1
+    int tile = -1;        // of rows that share blocks with another tensor's; else -1
+    bool heads_in_k = false;
+    int head_dim, half, half_pad;
 
-template <class T>
-static bool pack_matrix(zl_context& c, int name, int layer, const T* src, int rows, int cols) {
-    const Sizes& n = c.n;
-    const int threads = c.config.n_threads;
-    auto same = [](int k) { return k; };
-    auto plain = [](int r) { return Column{r / 32, r % 32 / 16, r % 16}; };
-    const int half = n.half, half_pad = n.half_pad, head_dim = n.head_dim, per_head = n.head_pad / 32;
-    auto into_heads = [=](int first) {
-        return [=](int r) {
-            const int head = r / head_dim + first, d = r % head_dim, i = d < half ? d : d - half;
-            return Column{head * per_head + i / 16, d >= half, i % 16};
-        };
-    };
-    auto from_heads = [=](int k) {
+    Place(zl_context& c, int name, int layer) : head_dim(c.n.head_dim), half(c.n.half), half_pad(c.n.half_pad) {
+        const Sizes& n = c.n;
+        Layer* l = name > ZL_HEAD ? &c.layers[layer] : nullptr;
+        kt = n.kt_hidden, cols = n.hidden;
+        switch (name) {
+            case ZL_HEAD: to = &c.head, rows = n.vocab; break;
+            case ZL_WQ: to = &l->wqkv, rows = n.heads * head_dim, first_head = 0; break;
+            case ZL_WK: to = &l->wqkv, rows = n.kv_heads * head_dim, first_head = n.heads; break;
+            case ZL_WV: to = &l->wqkv, rows = n.kv_heads * head_dim, first_head = n.heads + n.kv_heads; break;
+            case ZL_WO:
+                to = &l->wo, kt = n.kt_attn, rows = n.hidden, cols = n.heads * head_dim, heads_in_k = half != half_pad;
+                break;
+            case ZL_GATE: to = &l->wgu, rows = n.ffn, tile = 0; break;
+            case ZL_UP: to = &l->wgu, rows = n.ffn, tile = 1; break;
+            case ZL_DOWN: to = &l->wdown, kt = n.kt_ffn, rows = n.hidden, cols = n.ffn; break;
+            default: break;
+        }
+    }
+    bool fits(int64_t n_rows, int64_t n_cols) const { return to && n_rows == rows && n_cols == cols; }
+    Column column(int r) const {
+        if (tile >= 0) return {r / 16, tile, r % 16};
+        if (first_head < 0) return {r / 32, r % 32 / 16, r % 16};
+        const int head = r / head_dim + first_head, d = r % head_dim, i = d < half ? d : d - half;
+        return {head * (2 * half_pad / 32) + i / 16, d >= half, i % 16};
+    }
+    int k(int k) const {
+        if (!heads_in_k) return k;
         const int head = k / head_dim, d = k % head_dim;
         return head * 2 * half_pad + (d < half ? d : half_pad + d - half);
-    };
-    const int q_rows = n.heads * head_dim, kv_rows = n.kv_heads * head_dim;
-    auto is = [&](int want_rows, int want_cols) { return rows == want_rows && cols == want_cols; };
-    Layer* l = name > ZL_HEAD ? &c.layers[layer] : nullptr;
-    switch (name) {
-        case ZL_EMBED:
-            if (!is(n.vocab, n.hidden)) return false;
-            for (int r = 0; r < rows; r++)
-                memcpy((T*)c.embed + (size_t)r * n.hidden_pad, src + (size_t)r * cols, (size_t)cols * sizeof(T));
-            return true;
-        case ZL_HEAD:
-            if (!is(n.vocab, n.hidden)) return false;
-            pack((T*)c.head, n.kt_hidden, src, rows, cols, threads, plain, same);
-            return true;
-        case ZL_WQ:
-            if (!is(q_rows, n.hidden)) return false;
-            pack((T*)l->wqkv, n.kt_hidden, src, rows, cols, threads, into_heads(0), same);
-            return true;
-        case ZL_WK:
-            if (!is(kv_rows, n.hidden)) return false;
-            pack((T*)l->wqkv, n.kt_hidden, src, rows, cols, threads, into_heads(n.heads), same);
-            return true;
-        case ZL_WV:
-            if (!is(kv_rows, n.hidden)) return false;
-            pack((T*)l->wqkv, n.kt_hidden, src, rows, cols, threads, into_heads(n.heads + n.kv_heads), same);
-            return true;
-        case ZL_WO:
-            if (!is(n.hidden, q_rows)) return false;
-            pack((T*)l->wo, n.kt_attn, src, rows, cols, threads, plain, from_heads);
-            return true;
-        case ZL_GATE:
-        case ZL_UP: {
-            if (!is(n.ffn, n.hidden)) return false;
-            const int tile = name == ZL_UP;
-            pack((T*)l->wgu, n.kt_hidden, src, rows, cols, threads,
-                 [=](int r) { return Column{r / 16, tile, r % 16}; }, same);
-            return true;
-        }
-        case ZL_DOWN:
-            if (!is(n.hidden, n.ffn)) return false;
-            pack((T*)l->wdown, n.kt_ffn, src, rows, cols, threads, plain, same);
-            return true;
-        default: return false;
     }
+    // Calls f(row) for all rows on several threads; rows that share a tile stay on one of them.
+    template <class F>
+    void each_row(int n_threads, F&& f) const {
+        const int unit = first_head >= 0 ? head_dim : 32, units = (rows + unit - 1) / unit;
+        scatter((int64_t)rows * cols > 1 << 20 ? n_threads : 1, units, [&](int a, int b) {
+            for (int r = a * unit; r < b * unit && r < rows; r++) f(r);
+        });
+    }
+};
+
+template <class T>
+static bool pack_matrix(zl_context& c, int name, int layer, const T* src, int64_t rows, int64_t cols) {
+    if (name == ZL_EMBED) {
+        if (rows != c.n.vocab || cols != c.n.hidden) return false;
+        for (int64_t r = 0; r < rows; r++)
+            memcpy((T*)c.embed + r * c.n.hidden_pad, src + r * cols, (size_t)cols * sizeof(T));
+        return true;
+    }
+    const Place p(c, name, layer);
+    if (!p.fits(rows, cols) || p.to->kind != kPlain) return false;
+    p.each_row(c.config.n_threads, [&](int r) {
+        const Column at = p.column(r);
+        T* base = (T*)p.to->data + (size_t)at.block * p.kt * 2 * kTile + (size_t)at.tile * kTile;
+        const T* s = src + (size_t)r * p.cols;
+        for (int j = 0; j < p.cols; j++) {
+            const int k = p.k(j);
+            base[(size_t)(k >> 5) * 2 * kTile + in_tile<T>(k & 31, at.lane)] = s[j];
+        }
+    });
+    return true;
+}
+
+// GGML's numbers of the block formats; all hold 32 values.
+enum Format { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8 };
+
+// One block of 32 k of one column, into a record of kind kQ4. Q4_0 is Q4_1 with m = -8 d.
+static bool put_q4(char* record, int tile, int lane, const uint8_t* block, bool has_m) {
+    uint16_t scale[2];
+    memcpy(scale, block, has_m ? 4 : 2);
+    if (!has_m) {
+        const float m = -8 * _cvtsh_ss(scale[0]);
+        scale[1] = (uint16_t)_cvtss_sh(m, 0);
+        if (_cvtsh_ss(scale[1]) != m) return false;
+    }
+    memcpy(record + 512 + tile * 64 + lane * 2, &scale[0], 2);
+    memcpy(record + 512 + tile * 64 + 32 + lane * 2, &scale[1], 2);
+    const uint8_t* q = block + (has_m ? 4 : 2);
+    for (int k = 0; k < 32; k++) {
+        const int value = k < 16 ? q[k] & 15 : q[k - 16] >> 4;
+        const int row = k / 2, word = 2 * lane + k % 2, j = row % 4 * 2 + word / 16;
+        record[tile * 256 + row / 4 * 64 + word % 16 * 4 + j / 2] |= (char)(value << j % 2 * 4);
+    }
+    return true;
+}
+
+static bool put_q8(char* record, int tile, int lane, const uint8_t* block) {
+    memcpy(record + 1024 + tile * 32 + lane * 2, block, 2);
+    for (int k = 0; k < 32; k++) record[tile * 512 + k / 2 * 32 + 2 * lane + k % 2] = (char)block[2 + k];
+    return true;
+}
+
+static bool pack_blocks(zl_context& c, int name, int layer, int type, const uint8_t* src, int64_t rows, int64_t row_bytes) {
+    const int kind = type == kQ8_0 ? kQ8 : kQ4, size = type == kQ8_0 ? 34 : type == kQ4_1 ? 20 : 18;
+    if ((type != kQ8_0 && type != kQ4_1 && type != kQ4_0) || row_bytes % size) return false;
+    const Place p(c, name, layer);
+    if (!p.fits(rows, row_bytes / size * 32) || p.heads_in_k || p.to->kind != kind) return false;
+    const size_t record = record_bytes(kind, 2);
+    std::atomic<bool> held{true};
+    p.each_row(c.config.n_threads, [&](int r) {
+        const Column at = p.column(r);
+        char* to = p.to->data + (size_t)at.block * p.kt * record;
+        const uint8_t* s = src + r * row_bytes;
+        for (int b = 0; b < p.cols / 32; b++, to += record, s += size)
+            if (!(kind == kQ8 ? put_q8(to, at.tile, at.lane, s) : put_q4(to, at.tile, at.lane, s, type == kQ4_1)))
+                held = false;
+    });
+    return held;
 }
 
 static float* bias_of(zl_context& c, float*& bias, int blocks) {
@@ -134,8 +174,13 @@ static bool pack_vector(zl_context& c, int name, int layer, const float* src, in
 int zl_weight(zl_context* c, int name, int layer, const void* data, int64_t rows, int64_t cols, int is_matrix) {
     if (name > ZL_HEAD && (layer < 0 || layer >= c->n.layers)) return 0;
     if (!is_matrix) return zl::pack_vector(*c, name, layer, (const float*)data, (int)cols);
-    if (c->config.is_bf16) return zl::pack_matrix(*c, name, layer, (const zl::bf16*)data, (int)rows, (int)cols);
-    return zl::pack_matrix(*c, name, layer, (const float*)data, (int)rows, (int)cols);
+    if (c->config.is_bf16) return zl::pack_matrix(*c, name, layer, (const zl::bf16*)data, rows, cols);
+    return zl::pack_matrix(*c, name, layer, (const float*)data, rows, cols);
+}
+
+int zl_blocks(zl_context* c, int name, int layer, int type, const uint8_t* data, int64_t rows, int64_t row_bytes) {
+    if (name > ZL_HEAD && (layer < 0 || layer >= c->n.layers)) return 0;
+    return zl::pack_blocks(*c, name, layer, type, data, rows, row_bytes);
 }
 
 int zl_rope(zl_context* c, const float* cos, const float* sin, int64_t n_pos) {

@@ -9,19 +9,9 @@
 namespace zl {
 
 // Writes 32 values of row r, k tile kt, of an activation with n_kt k tiles.
-inline void put(float* a, int n_kt, int r, int kt, V16 lo, V16 hi) {
-    float* p = a + ((size_t)(r >> 4) * n_kt + kt) * kTile + (r & 15) * 32;
-    vstore(p, lo);
-    vstore(p + 16, hi);
-}
-inline void put(bf16* a, int n_kt, int r, int kt, V16 lo, V16 hi) {
-    bf16* p = a + ((size_t)(r >> 4) * n_kt + kt) * kTile + (r & 15) * 32;
-#ifdef __AVX512BF16__
-    _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(hi, lo));
-#else
-    vstore_from_float(p, lo);
-    vstore_from_float(p + 16, hi);
-#endif
+template <class T>
+inline void put(T* a, int n_kt, int r, int kt, V16 lo, V16 hi) {
+    vstore_pair(a + ((size_t)(r >> 4) * n_kt + kt) * kTile + (r & 15) * 32, lo, hi);
 }
 // Writes 16 values: half of a k tile.
 template <class T>

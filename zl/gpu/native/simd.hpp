@@ -138,6 +138,19 @@ constexpr float kExpLow = -87.3f;  // the exponent is built by a shift and must 
 
 inline V16 vload_as_float(const float* p) { return vload(p); }
 inline void vstore_from_float(float* p, V16 v) { vstore(p, v); }
+// 32 values at once.
+inline void vstore_pair(bf16* p, V16 lo, V16 hi) {
+#ifdef __AVX512BF16__
+    _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(hi, lo));
+#else
+    vstore_from_float(p, lo);
+    vstore_from_float(p + 16, hi);
+#endif
+}
+inline void vstore_pair(float* p, V16 lo, V16 hi) {
+    vstore(p, lo);
+    vstore(p + 16, hi);
+}
 
 // exp: reduction by ln 2 in two parts, Taylor polynomial of degree 7 (error below 6e-9 on the reduced range).
 // A NaN passes through: the clamps return their second operand.

@@ -7,7 +7,7 @@ Refuses rows, dispatch, net and asyncio.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class NativeStep:
     slots            two gpu.pinned.StepSlot
     max_step_tokens  most tokens one step may hold
     level            auto, amx, avx512, avx512f or avx2
+    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0, Q4_1
+                     and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
     Raises           DeviceError, CapacityError, ShapeError
     """
 
@@ -60,6 +62,7 @@ class NativeStep:
         max_step_tokens: int,
         n_threads: int,
         level: str = "auto",
+        blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
     ):
         self.shape = shape
         self.level = pick_level(level)
@@ -75,10 +78,12 @@ class NativeStep:
         self._keep = (columns, list(slots))  # the context holds addresses of their arrays
         self._max_rows, self._model_len = columns.prompt_ids.shape
         self._eos = np.array(shape.eos_ids, np.int32)
+        self._blocks = blocks if self.dtype == torch.bfloat16 else None
+        self._kinds = self._choose_kinds()
         config = abi.Config(
             shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
             self._max_rows, self._model_len, columns.page_table.shape[1], n_pages, max_step_tokens,
-            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data,
+            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data, self._kinds.ctypes.data,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
@@ -94,6 +99,7 @@ class NativeStep:
         except BaseException:
             self.close()
             raise
+        self._blocks = None  # read; a mapped file may go now
         self._lib.zl_start(self._context)
 
     def launch(self, slot: int) -> int:
@@ -167,16 +173,48 @@ class NativeStep:
         cos, sin = (t.contiguous().float() for t in rope_table(self.shape, self._model_len))
         if not self._lib.zl_rope(self._handle, cos.data_ptr(), sin.data_ptr(), cos.shape[0]):
             raise ShapeError("rope table", tuple(cos.shape), f"at least {self._model_len} positions")
-        names = {"embed", "norm", "head"} - ({"head"} if self.shape.tied else set())
-        for name in sorted(names):
-            self._put(name, 0, weights[name])
-            if name == "embed" and self.shape.tied:
-                self._put("head", 0, weights[name])
+        self._put("embed", 0, weights["embed"])
+        self._put("norm", 0, weights["norm"])
+        self._matrix("head", 0, self._head, weights, self._kinds[-1])
         for layer in range(self.shape.n_layers):
+            at = f"layers.{layer}."
+            kinds = self._kinds[4 * layer :]
+            for names, kind in zip(abi.PACKED, kinds, strict=False):
+                for name in names:
+                    self._matrix(name, layer, at + name, weights, kind)
             for name in abi.LAYER_WEIGHTS:
-                full = f"layers.{layer}.{name}"
-                if full in weights or not name.startswith("b"):
-                    self._put(name, layer, weights[full])
+                if name.endswith("norm") or (name.startswith("b") and at + name in weights):
+                    self._put(name, layer, weights[at + name])
+
+    @property
+    def _head(self) -> str:
+        return "embed" if self.shape.tied else "head"
+
+    def _format(self, name: str) -> str:
+        found = self._blocks(name) if self._blocks else None
+        return found[0] if found else ""
+
+    def _choose_kinds(self) -> np.ndarray:
+        """Decide for each packed matrix whether it keeps its tensors' blocks: all of them must agree on the kind."""
+        kinds = []
+        aligned = self.shape.head_dim % 32 == 0  # else wo's columns are padded, and blocks would be torn
+        for names in [tuple(f"layers.{i}.{n}" for n in p) for i in range(self.shape.n_layers) for p in abi.PACKED] + [
+            (self._head,)
+        ]:
+            found = {abi.BLOCK_FORMATS.get(self._format(name), (0, 0))[1] for name in names}
+            torn = names[0].endswith("wo") and not aligned
+            kinds.append(found.pop() if len(found) == 1 and not torn else 0)
+        return np.array(kinds, np.uint8)
+
+    def _matrix(self, name: str, layer: int, full: str, weights: Mapping[str, torch.Tensor], kind: int) -> None:
+        found = self._blocks(full) if kind and self._blocks else None
+        if found is None:
+            return self._put(name, layer, weights[full])
+        data, number = np.ascontiguousarray(found[1]), abi.BLOCK_FORMATS[found[0]][0]
+        if not self._lib.zl_blocks(
+            self._handle, abi.WEIGHTS.index(name), layer, number, data.ctypes.data, data.shape[0], data.shape[1]
+        ):
+            raise ShapeError(f"blocks of {full}", (found[0], data.shape), f"what {self.shape} implies")
 
     def _put(self, name: str, layer: int, tensor: torch.Tensor) -> None:
         is_matrix = tensor.dim() == 2

@@ -56,6 +56,9 @@ struct Worker {
     StageList* stages;
     int at = 0;
 
+    // The first of this thread's own items of a loop of n.
+    int first(int n) const { return (int)((int64_t)n * index / n_threads); }
+
     // Calls f(begin, end, limit) for chunks of [0, n); limit ends the contiguous range that the chunk was cut from.
     template <class F>
     void run(int n, int chunk, F&& f) {

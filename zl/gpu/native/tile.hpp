@@ -18,6 +18,9 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
+// GCC's tile load does not tell the compiler that it reads memory: stores before it must not move past it.
+inline void tile_fence() { asm volatile("" ::: "memory"); }
+
 inline void use_tiles(int n_rows) {
     TileConfig t;
     for (int i = 0; i < 8; i++) {
