@@ -78,7 +78,8 @@ class FakeServer:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(others, timeout=0.02)
-        await asyncio.sleep(0)
+        for _ in range(3):  # transports tell their protocols of the end in the loop's next turns
+            await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -89,8 +90,10 @@ class FakeServer:
             await self._converse(reader, writer, running)
             # The client may only have closed its sending side: what is being answered is answered to its end.
             await asyncio.gather(*running.values(), return_exceptions=True)
-        except (ConnectionError, asyncio.CancelledError):
+        except ConnectionError:
             pass
+        except asyncio.CancelledError:
+            writer.transport.abort()  # not close: that waits for the peer to read what is unsent
         finally:
             for each in running.values():
                 each.cancel()
