@@ -132,3 +132,26 @@ def test_books_balance_under_random_use(moves):
         books.give(pages)
     assert books.in_use == 0
     books.check([])
+
+
+def test_distrusted_prefixes_are_found_by_nobody_and_freed_with_their_last_row():
+    books = PageBooks(8)
+    held, idle, pinned = (books.new_prefix(tokens(i, 2)) for i in (1, 2, 3))
+    for prefix in (held, idle, pinned):
+        prefix.n_done = prefix.n_tokens
+    books.pin(pinned)
+    books.unshare(idle)
+    books.unshare(pinned)
+    books.distrust()
+    for i in (1, 2, 3):
+        assert books.find_prefix(tokens(i, 2)) is None
+    assert books.n_free == 6
+    assert books.in_use == 2
+    books.check([])
+    again = books.new_prefix(tokens(1, 2))
+    assert not set(again.pages.tolist()) & set(held.pages.tolist())
+    books.check([])
+    books.unshare(held)
+    books.unshare(again)
+    books.check([])
+    assert books.in_use == 0

@@ -86,6 +86,7 @@ class Settings:
     dtype: str = _choice("model", ("auto", "float32", "bfloat16"), "auto", "arithmetic of the model")
     cpu_level: str = _choice("model", CPU_LEVELS, "auto", "instruction sets of the CPU program; torch is the slow twin")
     threads: int = _count("model", 0, 1_024, 0, "compute threads on the CPU; 0 takes one for each core")
+    heartbeat_s: float = _period("model", 0, 3_600, 60.0, "time between two checks of the program; 0 turns them off")
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
 

@@ -47,6 +47,8 @@ class PageBooks:
         self._owned = np.zeros(n_pages, np.bool_)
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
         self._max_prefixes = max_prefixes
+        self._dropped: list[Prefix] = []  # prefixes that rows still refer to and no new row may find
+        self._distrusted = False  # set on the engine thread, seen by the next look-up
         self._idle_pages = 0  # pages of prefixes that no row refers to: evictable
         self.evictions = 0
 
@@ -89,6 +91,8 @@ class PageBooks:
 
     def find_prefix(self, tokens: np.ndarray) -> Prefix | None:
         """Find the constant prefix of exactly these tokens (int32, whole pages)."""
+        if self._distrusted:
+            self._forget()
         return self._prefixes.get(tokens.tobytes())
 
     def new_prefix(self, tokens: np.ndarray) -> Prefix | None:
@@ -115,7 +119,10 @@ class PageBooks:
         if prefix.refs <= 0:
             raise InvariantError(f"prefix of {prefix.n_tokens} tokens has no reference left to drop")
         prefix.refs -= 1
-        if prefix.refs == 0 and not prefix.pinned:
+        if prefix.refs == 0 and prefix in self._dropped:
+            self._dropped.remove(prefix)
+            self.give(prefix.pages)
+        elif prefix.refs == 0 and not prefix.pinned:
             self._idle_pages += len(prefix.pages)
             if not prefix.ready:
                 self._drop(prefix)
@@ -125,6 +132,21 @@ class PageBooks:
         if prefix.refs == 0 and not prefix.pinned:
             self._idle_pages -= len(prefix.pages)
         prefix.pinned = True
+
+    def distrust(self) -> None:
+        """Let no new row find what constant pages hold now: a damaged program may have computed it. Any thread."""
+        self._distrusted = True
+
+    def _forget(self) -> None:
+        """Drop every prefix: idle ones at once, others with their last row."""
+        self._distrusted = False
+        for prefix in list(self._prefixes.values()):
+            if prefix.refs:
+                del self._prefixes[prefix.key]
+                self._dropped.append(prefix)
+            else:
+                self._idle_pages += len(prefix.pages) if prefix.pinned else 0
+                self._drop(prefix)
 
     def _evict(self) -> None:
         for prefix in self._prefixes.values():
@@ -143,7 +165,7 @@ class PageBooks:
         """Recount from nothing; raise InvariantError where a page is lost or shared. `held`: the pages of each row."""
         owners = np.zeros(self.n_pages, np.int64)
         np.add.at(owners, np.array(self._free, np.int64), 1)
-        for pages in [*held, *(p.pages for p in self._prefixes.values())]:
+        for pages in [*held, *(p.pages for p in [*self._prefixes.values(), *self._dropped])]:
             np.add.at(owners, pages, 1)
         if (owners != 1).any():
             wrong = np.flatnonzero(owners != 1)

@@ -25,7 +25,10 @@ from zl.config import Settings
 from zl.dispatch import Dispatcher, Limits
 from zl.errors import DeviceError
 from zl.gpu.arena import Arena
+from zl.gpu.guard import Guard, open_guard
+from zl.gpu.heartbeat import with_canary
 from zl.gpu.loop import GenerationLoop, StepResult
+from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.metrics import Gauge, MetricsServer
@@ -79,9 +82,13 @@ class Server:
         self.arena = Arena(settings.berths, settings.max_frame, register=build.device.register)
         self.rows = Rows(shapes.max_rows)
         self.pages = PageBooks(shapes.n_pages)
+        self._guard = engine if isinstance(engine, Guard) else None
         self.generation = GenerationLoop(
-            shapes, engine, slots, self.rows.control, self._publish, self._engine_failed, run_ahead=run_ahead
-        )
+            shapes, engine, slots, self.rows.control, self._publish, self._engine_failed, run_ahead=run_ahead,
+            between=self._guard.between if self._guard is not None else None,
+        )  # fmt: skip
+        if self._guard is not None:
+            self._guard.on_retire(self.pages.distrust)
         self.dispatcher = Dispatcher(
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
@@ -202,21 +209,41 @@ class Server:
 
     def _gauges(self) -> list[Gauge]:
         return [
+            *self._guard_gauges(),
             Gauge("zl_rows_in_use", "Batch rows that hold a request.", lambda: self.rows.in_use),
             Gauge("zl_pages_in_use", "KV pages that rows hold or share.", lambda: self.pages.in_use),
             Gauge("zl_berths_in_use", "Arena berths that frames on their way in hold.", lambda: self.arena.in_use),
         ]
 
 
+    def _guard_gauges(self) -> list[Gauge]:
+        guard = self._guard
+        if guard is None:
+            return []
+        n = guard.counters
+        return [
+            Gauge("zl_heartbeats_ok", "Checks of the program that found it as it was at start.", lambda: n.beats),
+            Gauge("zl_heartbeats_failed", "Checks that found it damaged.", lambda: n.beats_failed),
+            Gauge("zl_heartbeat_age_seconds", "Time since the last good check.", lambda: guard.beat_age_s),
+            Gauge("zl_programs_retired", "Times the program was taken out of service.", lambda: n.retired),
+            Gauge("zl_programs_recaptured", "Times it came back, verified.", lambda: n.recaptured),
+            Gauge("zl_fallback_steps", "Steps computed by plain torch in its place.", lambda: n.fallback_steps),
+        ]
+
+
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:
     """Allocate the columns and open the engine of a build; returns also how far the loop may run ahead."""
     run_ahead = build.device.run_ahead
-    columns = RowColumns(build.shapes, build.device.allocate)
-    slots = [StepSlot(build.shapes, build.device.allocate) for _ in range(max(N_SLOTS, run_ahead + 1))]
+    shapes = with_canary(build.shapes) if build.device.kind == "cpu" else build.shapes
+    columns = RowColumns(shapes, build.device.allocate)
+    slots = [StepSlot(shapes, build.device.allocate) for _ in range(max(N_SLOTS, run_ahead + 1))]
     engine = open_engine(
-        build.device, build.source, build.dtype, build.shapes, columns, slots,
+        build.device, build.source, build.dtype, shapes, columns, slots,
         threads=build.settings.threads, level=build.settings.cpu_level, say=say,
     )  # fmt: skip
+    if isinstance(engine, NativeStep):
+        guard = open_guard(engine, build.source, build.dtype, columns, slots, shapes, build.settings.heartbeat_s)
+        return guard, columns, slots[:-1], 0
     return engine, columns, slots, run_ahead
 
 

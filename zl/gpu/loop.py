@@ -83,6 +83,8 @@ class GenerationLoop:
     control    uint8 [max_rows], rows.Rows.control
     publish    called on the engine thread with each StepResult
     on_failure called once with the exception if a step fails; the loop has stopped then
+    between    called on the engine thread at step boundaries with nothing in flight (gpu.guard); gives the seconds
+               until an idle loop is to call it again
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class GenerationLoop:
         *,
         run_ahead: int = 0,
         chunk_tokens: int = 64,
+        between: Callable[[], float | None] | None = None,
     ):
         if not 0 <= run_ahead < len(slots):
             raise ValueError(f"run_ahead {run_ahead} needs {run_ahead + 1} slots, {len(slots)} given")
@@ -107,6 +110,7 @@ class GenerationLoop:
         self._on_failure = on_failure
         self._run_ahead = run_ahead
         self._chunk_tokens = chunk_tokens
+        self._between = between
         self._inbox: deque[Seat] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -160,6 +164,7 @@ class GenerationLoop:
 
     def _turn(self) -> None:
         self._wake.clear()
+        pause = self._between() if self._between is not None and not self._flights else None
         while self._inbox:
             self._prefill.append(self._inbox.popleft())
         self._drop_ended()
@@ -174,7 +179,7 @@ class GenerationLoop:
             self._publish(StepResult([], [], [], [], [], self._retire(), 0))
         elif not launched and not self._inbox:
             self.counters.idle_waits += 1
-            self._wake.wait()  # sync
+            self._wake.wait(pause)  # sync
 
     def _drop_ended(self) -> None:
         """Stop computing the rows that the control column names."""

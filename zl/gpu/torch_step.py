@@ -44,6 +44,8 @@ class TorchStep:
     slots    the step slots that `launch` names by index
     shapes   n_pages sizes the pool, made here in the weights' dtype
     sample   the sampler; None takes zl's own
+    pool     where keys and values live; None makes one
+    widen    keep float32 copies of bf16 weights: twice the memory, no conversion a step
     """
 
     name = "torch, eager"
@@ -58,19 +60,19 @@ class TorchStep:
         *,
         device: str = "cpu",
         sample: Sample | None = None,
+        pool: KVPool | None = None,
+        widen: bool = True,
     ):
         self._device = torch.device(device)
-        self._weights = weights.widened().to(self._device)
-        self._pool = KVPool(shape, shapes.n_pages, weights.dtype, self._device)
+        self._weights = (weights.widened() if widen else weights).to(self._device)
+        self._pool = KVPool(shape, shapes.n_pages, weights.dtype, self._device) if pool is None else pool
         self._columns = columns
         self._slots = slots
         self._sample: Sample = _own_sampler() if sample is None else sample
         n_rows, n_positions = columns.prompt_ids.shape
         self._rope = make_rope(shape, n_positions, self._device)
         self._eos = frozenset(shape.eos_ids)
-        self._last_token = np.zeros(n_rows, np.int64)
-        self._done = np.zeros(n_rows, bool)
-        self._seen = torch.zeros(n_rows, shape.vocab, dtype=torch.bool, device=self._device)
+        self._open_rows(n_rows, shape.vocab)
         self._launched = 0
 
     def launch(self, slot: int) -> int:
@@ -86,6 +88,27 @@ class TorchStep:
 
     def close(self) -> None:
         """Do nothing: the tensors go with the object, and no thread is held."""
+
+    # -- the rows' state: four methods, so that another step can keep it elsewhere ------------------------------------
+
+    def _open_rows(self, n_rows: int, vocab: int) -> None:
+        self._last_token: np.ndarray = np.zeros(n_rows, np.int64)
+        self._done: np.ndarray = np.zeros(n_rows, np.uint8)
+        self._seen = torch.zeros(n_rows, vocab, dtype=torch.bool, device=self._device)
+
+    def see_exactly(self, row: int, ids: np.ndarray) -> None:
+        """Set a row's tokens seen to exactly these, int32 [n]."""
+        self._seen[row] = False
+        self._seen[row, torch.from_numpy(ids.astype(np.int64)).to(self._device)] = True
+
+    def _see(self, row: int, token: int) -> None:
+        self._seen[row, token] = True
+
+    def _seen_of(self, rows: np.ndarray) -> torch.Tensor:
+        """Gather the rows' tokens seen, bool [n, vocab]."""
+        return self._seen[torch.from_numpy(rows.astype(np.int64)).to(self._device)]
+
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run(self, slot: StepSlot) -> None:
@@ -114,9 +137,7 @@ class TorchStep:
             row = int(slot.seg_row[s])
             if slot.seg_flags[s] & FIRST:
                 self._done[row] = False
-                self._seen[row] = False
-                prompt = self._columns.prompt_ids[row, : self._columns.prompt_len[row]]
-                self._seen[row, torch.from_numpy(prompt.astype(np.int64)).to(self._device)] = True
+                self.see_exactly(row, self._columns.prompt_ids[row, : self._columns.prompt_len[row]])
             if self._done[row]:
                 slot.out_flags[s] = SKIPPED
             else:
@@ -148,14 +169,13 @@ class TorchStep:
         """Sample for the segments `segs` from their last hidden states, and write results and row state."""
         columns, rows = self._columns, slot.seg_row[segs]
         index = slot.seg_start[segs].astype(np.int64) + slot.seg_len[segs] - columns.prompt_len[rows]
-        row_index = torch.from_numpy(rows.astype(np.int64)).to(self._device)
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[rows]).to(self._device)
 
         token, logprob, finite = self._sample(
             logits(self._weights, hidden),
-            self._seen[row_index],
+            self._seen_of(rows),
             column(columns.temperature),
             column(columns.top_p),
             column(columns.penalty),
@@ -170,7 +190,7 @@ class TorchStep:
                 continue
             slot.out_token[s], slot.out_logprob[s] = drawn, lp
             self._last_token[row] = drawn
-            self._seen[row, drawn] = True
+            self._see(row, drawn)
             flags = 0
             if drawn in self._eos and not columns.row_flags[row] & IGNORE_EOS:
                 flags |= EOS

@@ -120,6 +120,10 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_logits": (i, [p, i, p, p]),
         "zl_times": (i, [p, p, i]),
         "zl_state": (None, [p, p, p, p]),
+        "zl_packed": (p, [p, p]),
+        "zl_unload": (None, [p]),
+        "zl_settle": (None, [p]),
+        "zl_pool": (p, [p, p, p]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)  # the attribute is cached, an item is not

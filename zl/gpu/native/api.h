@@ -83,4 +83,15 @@ int zl_logits(zl_context*, int max_n, int32_t* seg, float* out);
 int zl_times(zl_context*, double* out, int max_n);
 // Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, (vocab + 31) / 32].
 void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen);
+
+// Heartbeat and fallback (inspect.cpp).
+// The packed weights, rope tables included: address and bytes, a multiple of 64.
+void* zl_packed(zl_context*, size_t* bytes);
+// Clears them, so that zl_rope and zl_weight pack all of it a second time.
+void zl_unload(zl_context*);
+// Blocks until no worker looks at any launched step.
+void zl_settle(zl_context*);
+// The KV pool, T [n_layers][n_pages][n_kv_heads][2 * 32 * head_pad]. k_at, v_at: int32[32 * head_dim], filled with the
+// place of (token, dimension) within the last axis.
+void* zl_pool(zl_context*, int32_t* k_at, int32_t* v_at);
 }

@@ -17,7 +17,7 @@ from zl.errors import CapacityError, DeviceError, InvariantError, ShapeError
 from zl.gpu.kernels.rope import rope_table
 from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
-from zl.shapes import ModelShape
+from zl.shapes import PAGE, ModelShape
 
 _PROBLEMS = {
     1: "more tokens than max_step_tokens",
@@ -65,6 +65,7 @@ class NativeStep:
         blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
     ):
         self.shape = shape
+        self.n_pages = n_pages
         self.level = pick_level(level)
         self.dtype = weights["embed"].dtype
         if self.dtype not in (torch.bfloat16, torch.float32):
@@ -140,6 +141,52 @@ class NativeStep:
             raise ShapeError("k and v", (k.shape, v.shape), want)
         if not self._lib.zl_write_kv(self._handle, layer, row, start, k.shape[0], k.ctypes.data, v.ctypes.data):
             raise ShapeError("write_kv", (layer, row, start, k.shape[0]), "a layer, row and positions that have pages")
+
+    def packed(self) -> np.ndarray:
+        """Lay an array over the packed weights and rope tables, uint8 [n]; not to be used after `close`."""
+        size = ctypes.c_size_t()
+        at = ctypes.c_void_p(self._lib.zl_packed(self._handle, ctypes.byref(size)))
+        return abi.view(at, (size.value,), np.uint8)
+
+    def reload(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
+    ) -> None:
+        """Pack the weights again, in place, from nothing; no step in flight, and none until it has returned.
+
+        blocks  as at the start
+        """
+        self._lib.zl_unload(self._handle)
+        self._blocks = blocks if self.dtype == torch.bfloat16 else None
+        try:
+            self._load(weights)
+        finally:
+            self._blocks = None
+
+    def settle(self) -> None:
+        """Block until no worker looks at any launched step. # sync"""
+        self._lib.zl_settle(self._handle)
+
+    def pool(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Lay a tensor over the KV pool; not to be used after `close`.
+
+        Returns  pool, the step's dtype [n_layers, n_pages, n_kv_heads, page_elems];
+                 k_at and v_at, i64 [PAGE, head_dim]: a token's and dimension's place within page_elems
+        """
+        shape, elem = self.shape, self.dtype.itemsize
+        k_at, v_at = (np.empty((PAGE, shape.head_dim), np.int32) for _ in range(2))
+        at = ctypes.c_void_p(self._lib.zl_pool(self._handle, k_at.ctypes.data, v_at.ctypes.data))
+        size = pool_bytes(shape, self.n_pages, self.dtype)
+        elems = size // (elem * shape.n_layers * self.n_pages * shape.n_kv_heads)
+        flat = torch.from_numpy(abi.view(at, (size,), np.uint8)).view(self.dtype)
+        data = flat.view(shape.n_layers, self.n_pages, shape.n_kv_heads, elems)
+        return data, torch.from_numpy(k_at).long(), torch.from_numpy(v_at).long()
+
+    def first_logits(self, out: np.ndarray) -> bool:
+        """Copy the raw logits of the last step's first draw to `out`, f32 [vocab]; False where it drew nothing."""
+        seg = ctypes.c_int32()
+        return bool(self._lib.zl_logits(self._handle, 1, ctypes.byref(seg), out.ctypes.data))
 
     def logits(self) -> dict[int, np.ndarray]:
         """Copy the raw logits of the last step: segment number -> f32 [vocab]; no step in flight."""

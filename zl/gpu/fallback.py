@@ -1,0 +1,99 @@
+"""The fallback: the torch twin over a native context's own KV pool and row state, so that running rows go on.
+
+State: weights of its own, loaded anew; everything else belongs to the native context. Correct before fast: a step takes
+several times the native one. Refuses rows, dispatch, net and asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from zl.gpu.model import Weights
+from zl.gpu.native.step import NativeStep
+from zl.gpu.pinned import RowColumns, StepSlot
+from zl.gpu.pool import KVPool
+from zl.gpu.torch_step import Sample, TorchStep
+from zl.shapes import PAGE, Shapes
+
+
+class NativePool(KVPool):
+    """The native KV pool behind the torch pool's surface: the same pages, in the layout that the native step reads.
+
+    data  [n_layers, n_pages, n_kv_heads, page_elems], a view of native memory; no native step may be in flight
+    """
+
+    def __init__(self, native: NativeStep):
+        self.n_pages = native.n_pages
+        self.data, self._k_at, self._v_at = native.pool()
+        self._heads = torch.arange(native.shape.n_kv_heads)[None, :, None]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write one layer's new keys and values; as KVPool.write."""
+        page = (slots // PAGE)[:, None, None]
+        offset = slots % PAGE
+        self.data[layer][page, self._heads, self._k_at[offset][:, None]] = k
+        self.data[layer][page, self._heads, self._v_at[offset][:, None]] = v
+
+    def read(self, layer: int, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather one layer's pages; as KVPool.read."""
+        pages = self.data[layer][page_ids]
+        return self._tokens(pages, self._k_at), self._tokens(pages, self._v_at)
+
+    def zero(self, page_ids: torch.Tensor) -> None:
+        """Clear whole pages, padding included, in all layers."""
+        self.data[:, page_ids] = 0
+
+    @staticmethod
+    def _tokens(pages: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Unpack [..., n, n_kv_heads, page_elems] to [..., n * PAGE, n_kv_heads, head_dim]."""
+        return pages[..., at].transpose(-3, -2).flatten(-4, -3)
+
+
+class EagerStep(TorchStep):
+    """Run steps in torch where `native` left off: its pages, last tokens, done flags and tokens seen are used in place.
+
+    weights  in the native step's dtype, from the model's file and not from the native context
+    widen    keep float32 copies of bf16 weights
+    """
+
+    name = "torch, eager, over the native KV pool"
+
+    def __init__(
+        self,
+        native: NativeStep,
+        weights: Weights,
+        columns: RowColumns,
+        slots: Sequence[StepSlot],
+        shapes: Shapes,
+        *,
+        pool: NativePool | None = None,
+        widen: bool = True,
+        sample: Sample | None = None,
+    ):
+        self._native = native
+        super().__init__(
+            native.shape, weights, columns, slots, shapes, sample=sample, pool=pool or NativePool(native), widen=widen
+        )
+
+    def _open_rows(self, n_rows: int, vocab: int) -> None:  # noqa: ARG002
+        self._vocab = vocab
+        self._last_token = self._native.last_token
+        self._done = self._native.done
+        self._bits = self._native.seen
+
+    def see_exactly(self, row: int, ids: np.ndarray) -> None:
+        """Set a row's tokens seen to exactly these, int32 [n]; as the native step, pass over what is no token."""
+        bits = self._bits[row]
+        bits[:] = 0
+        ids = ids[(ids >= 0) & (ids < self._vocab)]
+        np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+
+    def _see(self, row: int, token: int) -> None:
+        self._bits[row, token >> 5] |= np.uint32(1 << (token & 31))
+
+    def _seen_of(self, rows: np.ndarray) -> torch.Tensor:
+        bits = np.unpackbits(self._bits[rows].view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits[:, : self._vocab]).bool()
