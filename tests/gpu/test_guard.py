@@ -1,4 +1,4 @@
-"""zl/gpu/guard.py and zl/gpu/heartbeat.py around a real native step: every kind of damage, the real loop, a tiny model.
+"""zl/gpu/guard.py and zl/gpu/heartbeat.py around a native step: every kind of damage, the real loop, a tiny model."""
 
 from __future__ import annotations
 

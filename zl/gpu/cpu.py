@@ -22,8 +22,10 @@ class CpuDevice:
         """Accept host memory as it is."""
 
     def allocate(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """Allocate a zeroed host array."""
-        return np.zeros(shape, dtype)
+        """Allocate a zeroed host array, every page of it touched now and not by the first request that needs it."""
+        array: np.ndarray = np.empty(shape, dtype)
+        array.fill(0)
+        return array
 
     def memory(self) -> tuple[int, int]:
         """Return (available, total) bytes of main memory, bounded by the control group's limit."""

@@ -92,7 +92,7 @@ class Guard:
         # Rows: the state before the step in flight, every token drawn by position, doubts about KV written before.
         self._last_before = native.last_token.copy()
         self._done_before = native.done.copy()
-        self._drawn = np.zeros((shapes.max_rows, shapes.max_model_len + 1), np.int32)
+        self._drawn = np.full((shapes.max_rows, shapes.max_model_len + 1), -1, np.int32)  # touched now
         self._suspect = np.zeros(shapes.max_rows, np.bool_)
         self._sound_pages: set[int] = set()
         self._seq = 0
