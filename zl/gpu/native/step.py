@@ -47,8 +47,9 @@ class NativeStep:
     slots            two gpu.pinned.StepSlot
     max_step_tokens  most tokens one step may hold
     level            auto, amx, avx512, avx512f or avx2
-    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0, Q4_1
-                     and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
+    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0,
+                     Q4_1 and Q8_0 beside the tensor for steps of few tokens, and unpacks them at each use to the same
+                     bits
     Raises           DeviceError, CapacityError, ShapeError
     """
 
@@ -83,7 +84,8 @@ class NativeStep:
         config = abi.Config(
             shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
             self._max_rows, self._model_len, columns.page_table.shape[1], n_pages, max_step_tokens,
-            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data, self._kinds.ctypes.data,
+            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data,
+            self._kinds.ctypes.data,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
@@ -207,9 +209,10 @@ class NativeStep:
         return np.array(kinds, np.uint8)
 
     def _matrix(self, name: str, layer: int, full: str, weights: Mapping[str, torch.Tensor], kind: int) -> None:
+        self._put(name, layer, weights[full])
         found = self._blocks(full) if kind and self._blocks else None
         if found is None:
-            return self._put(name, layer, weights[full])
+            return
         data, number = np.ascontiguousarray(found[1]), abi.BLOCK_FORMATS[found[0]][0]
         if not self._lib.zl_blocks(
             self._handle, abi.WEIGHTS.index(name), layer, number, data.ctypes.data, data.shape[0], data.shape[1]
