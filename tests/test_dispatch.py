@@ -42,7 +42,7 @@ def test_columns_are_complete_before_the_engine_hears_of_the_row():
     dispatcher, _, columns = make()
     seen = {}
 
-    def notify(ticket, prefix, prompt_len):
+    def notify(ticket, prefix, prompt_len, program):
         row = ticket.row
         seen.update(
             ids=columns.prompt_ids[row, :prompt_len].tolist(), table=columns.page_table[row].tolist(),
