@@ -78,36 +78,29 @@ async def keep_prompts(
 
     Raises  ConfigError: the template has no place for one, or they leave no room for requests
     """
-    requests, built = [], []
     budget, _ = service.dispatcher.prompt_budget(1)
+    kept = 0
     for number, text in enumerate(texts):
-        system = text.encode()
+        system, where = text.encode(), f"system_prompts[{number}]"
+        request = codec.Request(request_id=1, system=system, messages=[_MESSAGE], max_tokens=1, temperature=0.0)
         try:
             prompt = prompts.build(system, [_MESSAGE], max_prompt_tokens=budget)
+            await ask(service, [request], stop)
         except RequestError as refusal:
-            raise ConfigError(f"system_prompts[{number}]: {refusal.message}") from refusal
+            raise ConfigError(f"{where}: {refusal.message}") from refusal
+        if stop.is_set():
+            break
         if prompt.truncated:
-            log.warning("system_prompts[%d] is over its budget of %d tokens and was cut, as in a request",
-                        number, shapes.system_tokens)  # fmt: skip
-        built.append((np.array(prompt.ids, np.int32), prompt.prefix_len))
-        requests.append(codec.Request(request_id=number + 1, system=system, messages=[_MESSAGE], max_tokens=1,
-                                      temperature=0.0))  # fmt: skip
-    if not requests:
-        return 0
-    try:
-        await ask(service, requests, stop)
-    except RequestError as refusal:
-        raise ConfigError(f"system_prompts: {refusal.message}") from refusal
-    kept = 0
-    for number, (ids, prefix_len) in enumerate(built):
-        n_tokens = service.dispatcher.pin(ids, prefix_len)
-        if not n_tokens and not stop.is_set():
-            why = f"it has less than a page of {PAGE} tokens" if prefix_len < PAGE else "there are too many of them"
-            log.warning("system_prompts[%d] is not kept: %s", number, why)
+            log.warning("%s is over its budget of %d tokens and was cut, as in a request", where, shapes.system_tokens)
+        n_tokens = service.dispatcher.pin(np.array(prompt.ids, np.int32), prompt.prefix_len)
+        if not n_tokens:
+            short = prompt.prefix_len < PAGE
+            why = f"it has less than a page of {PAGE} tokens" if short else "there are too many of them"
+            log.warning("%s is not kept: %s", where, why)
         kept += n_tokens
-    if service.dispatcher.pages_left() < shapes.pages_per_row:
-        raise ConfigError(
-            f"system_prompts take {kept // PAGE} of {shapes.n_pages} KV pages and leave no room for a request of "
-            f"max_model_len {shapes.max_model_len}: raise --kv-memory or name fewer"
-        )
+        if service.dispatcher.pages_left() < shapes.pages_per_row:
+            raise ConfigError(
+                f"{where}: {kept // PAGE} of {shapes.n_pages} KV pages are kept so far and leave no room for a request "
+                f"of max_model_len {shapes.max_model_len}: raise --kv-memory or name fewer"
+            )
     return kept
