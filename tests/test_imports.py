@@ -71,7 +71,7 @@ NEVER: dict[str, set[str]] = {
     "zl.filehash": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.phases": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.warm": {"torch", "zl.gpu", "zl.net.protocol"},
-    "zl.gpu.native.packed": {"torch", "numpy", "zl.rows", "zl.net", "zl.text", "asyncio"},
+    "zl.gpu.native.packed": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.metrics": {"torch", "asyncio"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,

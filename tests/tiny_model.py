@@ -1,4 +1,4 @@
-"""A tiny Llama in a Hugging Face folder: real tokenizer and template, random weights; everything about it takes moments."""
+"""A tiny Llama in a Hugging Face folder: real tokenizer and template, random weights; all about it takes moments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def write_tiny(folder: Path, *, seed: int = 0, bias: bool = False) -> Path:
 
 def _tensors(seed: int, bias: bool) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    hidden, kv, ffn = CONFIG["hidden_size"], CONFIG["num_key_value_heads"] * CONFIG["head_dim"], CONFIG["intermediate_size"]
+    hidden, ffn = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    kv = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
     out = {"model.embed_tokens.weight": torch.randn(CONFIG["vocab_size"], hidden, generator=g),
            "model.norm.weight": torch.ones(hidden)}  # fmt: skip
     matrices = {

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from zl.gpu.device import Device
 from zl.gpu.native.build import have_compiler, pick_level
 from zl.gpu.native.packed import Packed
@@ -61,10 +63,18 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Dequantise one tensor; KeyError where the model has none of that name."""
-        self._read += 1
-        if self._progress is not None:
-            self._progress(min(1.0, self._read / len(self)))
+        self._count()
         return self._source.tensor(name, self._dtype)
+
+    def blocks(self, name: str) -> tuple[str, np.ndarray] | None:
+        """Give a tensor's quantised blocks, as WeightSource.blocks does."""
+        self._count()
+        return self._source.blocks(name)
+
+    def _count(self) -> None:
+        self._read += 1
+        if self._progress is not None:  # most tensors are looked at twice: for their kind, and to be packed
+            self._progress(min(1.0, self._read / (2 * len(self))))
 
     def __contains__(self, name: object) -> bool:
         """Tell whether the model has the tensor, without reading it."""
@@ -149,6 +159,8 @@ def pack(
     engine = _native(source.shape, source, dtype, columns, slots, 1, 2, n_threads, level, progress)
     try:
         engine.export(out)
+        if progress is not None:
+            progress(1.0)
     finally:
         engine.close()
 
@@ -168,7 +180,7 @@ def _native(
     if isinstance(weights, Packed):
         return NativeStep(model, weights, columns, slots, n_pages, step_tokens, n_threads)
     tensors = Tensors(weights, dtype, progress)
-    return NativeStep(model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, weights.blocks)
+    return NativeStep(model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, tensors.blocks)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

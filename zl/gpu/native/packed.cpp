@@ -15,14 +15,14 @@ constexpr size_t kFilePage = 4096;
 constexpr uint64_t kNone = ~0ull;
 
 struct Mould {
-    uint64_t magic, layers, elem, model_len, size, used, embed, norm, head, cos, sin;
+    uint64_t magic, layers, elem, model_len, size, used, embed, norm, cos, sin;
 };
 
 uint64_t offset(const zl_context& c, const void* p) { return p ? (uint64_t)((const char*)p - c.weights.base) : kNone; }
 
 Mould mould(const zl_context& c) {
     return {kMagic, (uint64_t)c.layers.size(), c.n.elem, (uint64_t)c.n.model_len, c.weights.size, c.weights.used,
-            offset(c, c.embed), offset(c, c.norm), offset(c, c.head.data), offset(c, c.cos), offset(c, c.sin)};
+            offset(c, c.embed), offset(c, c.norm), offset(c, c.cos), offset(c, c.sin)};
 }
 
 template <class F>
