@@ -1,7 +1,7 @@
 """Cold start: seconds from exec to the first token that a client in another process reads from a socket.
 
-`python -m bench.coldstart [MODEL] [--starts 5] [--without]`: builds an artifact where none is given, starts a server on it
-several times, and prints each start, the median, and the phases that the server itself reports for the median start.
+`python -m bench.coldstart [MODEL] [--starts 5] [--without]`: builds an artifact where none is given, starts a server
+on it several times, and prints each start, the median, and the phases that the server reports for the median start.
 Owns the server processes that it starts. Standard library and zl's client only.
 """
 
@@ -84,7 +84,8 @@ def main() -> None:
         for number in range(args.starts):
             starts.append(start_once(model, folder, flags))
             load = os.getloadavg()[0]
-            print(f"start {number + 1}: {starts[-1].first_token:.2f} s to the first token, {starts[-1].cpu:.2f} s of CPU, "
+            made = starts[-1]
+            print(f"start {number + 1}: first token after {made.first_token:.2f} s, {made.cpu:.2f} s of CPU, "
                   f"load {load:.1f}", flush=True)  # fmt: skip
     median = statistics.median_low([start.first_token for start in starts])
     shown = next(start for start in starts if start.first_token == median)

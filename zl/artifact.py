@@ -181,7 +181,8 @@ def fit(artifact: Artifact, settings: Settings) -> Settings:
     _fit_machine(artifact)
     chosen: dict[str, Any] = {}
     mine = facts.limits_of(settings, artifact.model)
-    for name, has in made["limits"].items():
+    for name in (*facts.LIMITS, "over_budget"):
+        has = made["limits"][name]
         default = Settings.__dataclass_fields__[name].default
         if mine[name] != has and getattr(settings, name) != default:
             raise ConfigError(f"{name} = {getattr(settings, name)!r}: {where} was built for {has}; {_AGAIN}")

@@ -39,9 +39,10 @@ class Builder:
     """
 
     def __init__(self, path: Path, settings: Settings, level: str, phases: Phases, progress: Progress | None = None):
-        from zl.gpu.weights import open_model  # brings torch
         from zl.text.tokenizer import text_model
 
+        with phases("load torch"):
+            from zl.gpu.weights import open_model
         self._settings, self._level, self._phases = settings, level, phases
         self._progress: Progress = progress or _unseen
         with phases("open the model"):

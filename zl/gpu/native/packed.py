@@ -43,12 +43,15 @@ def write_head(file: IO[bytes], kinds: np.ndarray) -> None:
 
 def read_head(path: Path) -> tuple[np.ndarray, int]:
     """Return the kinds and where the library's part begins, in bytes. Raises ModelError: no such file's beginning."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD.size)
-        if len(head) == _HEAD.size:
-            magic, count = _HEAD.unpack(head)
-            if magic == _MAGIC and count <= _ALIGN**2 and len(kinds := file.read(count)) == count:
-                return np.frombuffer(kinds, np.uint8).copy(), _aligned(_HEAD.size + count)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD.size)
+            if len(head) == _HEAD.size:
+                magic, count = _HEAD.unpack(head)
+                if magic == _MAGIC and count <= _ALIGN**2 and len(kinds := file.read(count)) == count:
+                    return np.frombuffer(kinds, np.uint8).copy(), _aligned(_HEAD.size + count)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}; build it again") from error
     raise ModelError(f"{path}: no packed weights, or cut short; build it again")
 
 
