@@ -67,6 +67,11 @@ int zl_weight(zl_context*, int name, int layer, const void* data, int64_t rows, 
 int zl_blocks(zl_context*, int name, int layer, int type, const uint8_t* data, int64_t rows, int64_t row_bytes);
 // cos, sin: float32 [n_pos, head_dim / 2].
 int zl_rope(zl_context*, const float* cos, const float* sin, int64_t n_pos);
+// The packed weights and rope tables as a file, instead of zl_weight and zl_rope: bytes of it, written at the file's
+// position, read from byte `begin` into a context of the same config (pages, rows and threads may differ). 0 on failure.
+int64_t zl_packed_bytes(zl_context*);
+int zl_export(zl_context*, int fd);
+int zl_import(zl_context*, int fd, int64_t begin);
 // Touches the pool and starts the workers.
 int zl_start(zl_context*);
 uint32_t zl_launch(zl_context*, int slot);
