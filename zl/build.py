@@ -17,6 +17,7 @@ from zl import facts
 from zl.artifact import Artifact, HashCheck
 from zl.config import Settings
 from zl.errors import CapacityError, ConfigError, ModelError
+from zl.gpu import cuda_memory
 from zl.gpu.device import Device, open_device
 from zl.gpu.native.build import available_levels, pick_level
 from zl.gpu.native.packed import Packed
@@ -35,6 +36,9 @@ CPU_KV_BYTES = 2 << 30
 RESERVE_BYTES = 256 << 20
 """Memory left for the process itself when the pool's size is chosen."""
 
+CUDA_RESERVE_BYTES = 1 << 30
+"""Device memory left alone: the allocator rounds every tensor above 1 MiB up to 2 MiB, and others may hold some too."""
+
 Say = Callable[[str], None]
 
 
@@ -46,11 +50,22 @@ class MemoryPlan:
     kv_pool: int
     columns: int
     free_before: int
+    programs: int = 0
+    buffers: int = 0
+    reserve: int = 0
+    on_device: bool = False
 
     def line(self, n_pages: int) -> str:
         """Say it in one line."""
+        if self.on_device:
+            return (
+                f"memory: weights {_size(self.weights)}, KV pool {_size(self.kv_pool)} ({n_pages} pages, "
+                f"{n_pages * PAGE:,} tokens), programs {_size(self.programs)} (estimate), buffers "
+                f"{_size(self.buffers)}, reserve {_size(self.reserve)}, of {_size(self.free_before)} free; "
+                f"columns {_size(self.columns)} in page-locked host memory"
+            )
         return (
-            f"memory: weights {_size(self.weights)}, KV pool {_size(self.kv_pool)} ({n_pages} pages of {PAGE} tokens, "
+            f"memory: weights {_size(self.weights)}, KV pool {_size(self.kv_pool)} ({n_pages} pages, "
             f"{n_pages * PAGE:,} tokens), columns {_size(self.columns)}, {_size(self.free_before)} free before"
         )
 
@@ -220,6 +235,8 @@ def plan_memory(
     settings: Settings, model: ModelShape, shapes: Shapes, device: Device, dtype: str
 ) -> tuple[int, MemoryPlan]:
     """Choose the number of KV pages; CapacityError, with the numbers, where not even one full row fits."""
+    if device.kind != "cpu" and dtype == "bfloat16":
+        return _plan_cuda(settings, model, shapes, device)
     free, _ = device.memory()
     page = page_bytes(model, dtype)
     weights = weight_bytes(model, dtype)
@@ -244,6 +261,38 @@ def plan_memory(
             f"--max-model-len"
         )
     return n_pages, MemoryPlan(weights, n_pages * page, columns, free)
+
+
+def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: Device) -> tuple[int, MemoryPlan]:
+    """Plan the captured program's memory: what it allocates is known to the byte, but for the programs themselves."""
+    free, _ = device.memory()
+    page = page_bytes(model, "bfloat16")
+    weights = cuda_memory.weight_bytes(model, o_bias=model.attention_bias)
+    programs = cuda_memory.program_bytes(model, shapes)
+    buffers = cuda_memory.buffer_bytes(model, shapes)
+    columns = shapes.max_rows * (4 * shapes.max_model_len + 4 * shapes.pages_per_row + 33)
+    left = free - weights - programs - buffers - CUDA_RESERVE_BYTES
+    least = shapes.pages_per_row * page
+    wanted = settings.kv_memory or min(shapes.max_rows * least, left)
+    if wanted > left or left < least:
+        raise CapacityError(
+            f"{model.name} does not fit {device.name}: {_size(free)} free, weights {_size(weights)}, programs "
+            f"{_size(programs)} (estimate), buffers {_size(buffers)}, reserve {_size(CUDA_RESERVE_BYTES)} leave "
+            f"{_size(max(0, left))} for the KV pool, "
+            + (f"kv_memory asks for {_size(settings.kv_memory)}" if settings.kv_memory else "")
+            + ("; " if settings.kv_memory and left < least else "")
+            + (f"one request of max_model_len {shapes.max_model_len} needs {_size(least)}" if left < least else "")
+            + ": lower --max-model-len, --step-tokens, --max-rows or --kv-memory, or take a smaller model"
+        )
+    n_pages = wanted // page
+    if n_pages < shapes.pages_per_row:
+        raise CapacityError(
+            f"kv_memory {_size(wanted)} holds {n_pages * PAGE} tokens, one request of max_model_len "
+            f"{shapes.max_model_len} needs {_size(least)}: raise --kv-memory or lower --max-model-len"
+        )
+    return n_pages, MemoryPlan(
+        weights, n_pages * page, columns, free, programs, buffers, CUDA_RESERVE_BYTES, on_device=True
+    )
 
 
 def _size(n_bytes: int) -> str:

@@ -192,6 +192,7 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, build.shapes, columns, slots,
         threads=build.settings.threads, level=build.settings.cpu_level, say=say,
+        debug_addresses=build.settings.debug_addresses == "on",
     )  # fmt: skip
     return engine, columns, slots, run_ahead
 

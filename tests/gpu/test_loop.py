@@ -24,6 +24,18 @@ from zl.shapes import PAGE, Shapes
 SHAPES = Shapes(max_rows=8, max_model_len=256, max_tokens=64, default_tokens=16, step_tokens=48)
 
 
+class WatchedPages(PageBooks):
+    """Page books that refuse to free what a step in flight uses."""
+
+    def watch(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def give(self, pages) -> None:
+        used = self.engine.reading() & set(pages.tolist())
+        assert not used, f"pages {sorted(used)} are freed while a step in flight uses them"
+        super().give(pages)
+
+
 class House:
     """Dispatcher, loop and double, driven from the test's thread like the event loop would.
 
@@ -35,10 +47,11 @@ class House:
         self.taken = threading.Semaphore(0)
         self.shapes = shapes
         self.rows = Rows(shapes.max_rows)
-        self.pages = PageBooks(n_pages, max_prefixes=4)
+        self.pages = WatchedPages(n_pages, max_prefixes=4)
         self.columns = RowColumns(shapes)
         self.slots = [StepSlot(shapes) for _ in range(run_ahead + 1)]
         self.engine = FakeEngine(self.columns, self.slots, n_pages)
+        self.pages.watch(self.engine)
         self.results: queue.Queue[StepResult | BaseException] = queue.Queue()
         self.loop = GenerationLoop(
             shapes, self.engine, self.slots, self.rows.control, self.publish, self.results.put,
@@ -326,3 +339,77 @@ def test_steps_of_the_slow_twin_count_as_fallback(house):
     h.submit(1, list(range(80)), max_new=3, ignore_eos=True)
     h.settle()
     assert h.loop.counters.fallback == h.loop.counters.steps > h.loop.counters.by_program[0]
+
+
+def retire_early(by):
+    """Make the loop's retirement one that lets go of rows `by` steps before their last one has ended."""
+
+    def retire(self):
+        retired = [seat.ticket for seat in self._leaving if seat.last_step <= self._ended + by]
+        self._leaving = [seat for seat in self._leaving if seat.last_step > self._ended + by]
+        return retired
+
+    return retire
+
+
+def give_at_end(self, job):
+    """Free a row's pages when its answer ends, as if nothing could be in flight then."""
+    if job.ticket is not None and not job.done:
+        self._pages.give(job.pages)
+        job.pages = job.pages[:0]
+    honest_end(self, job)
+
+
+honest_end = Dispatcher.end
+
+
+def busy_schedule(h: House) -> None:
+    """Cancel rows while their steps are in flight, with others waiting for their pages."""
+    jobs = [h.submit(i, [i, i + 1, i + 2], seed=i, max_new=20, ignore_eos=True) for i in range(20)]
+    for i in range(20):
+        if not jobs[i].done and jobs[i].ticket is not None:
+            h.cancel(jobs[i])
+        if h.rows.in_use:
+            h.turn()
+    h.settle()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong", "complaint"),
+    [
+        (GenerationLoop, "_retire", retire_early(1), "freed while a step|rewritten in flight"),
+        (GenerationLoop, "_retire", retire_early(99), "freed while a step|rewritten in flight"),
+        (Dispatcher, "end", give_at_end, "freed while a step"),
+    ],
+    ids=["one_step_early", "at_once", "pages_at_end"],
+)
+def test_the_double_notices_what_is_let_go_too_early(monkeypatch, where, name, wrong, complaint):
+    monkeypatch.setattr(where, name, wrong)
+    h = House(n_pages=12, run_ahead=2)
+    try:
+        with pytest.raises(AssertionError, match=complaint):
+            busy_schedule(h)
+    finally:
+        h.stop()
+
+
+def test_the_schedule_that_the_mutants_fail_passes_unchanged(house):
+    busy_schedule(house(n_pages=12, run_ahead=2))
+
+
+def test_the_double_notices_a_slot_and_a_column_rewritten_in_flight():
+    shapes = Shapes(max_rows=2, max_model_len=64, step_tokens=8)
+    columns, slots = RowColumns(shapes), [StepSlot(shapes) for _ in range(2)]
+    engine = FakeEngine(columns, slots, 4)
+    columns.page_table[0, 0], columns.prompt_len[0], columns.max_new[0] = 1, 3, 5
+    slots[0].n_segs[0], slots[0].seg_len[0], slots[0].seg_flags[0] = 1, 3, 3
+    seq = engine.launch(0)
+    assert engine.reading() == {1}
+    with pytest.raises(AssertionError, match="slot is rewritten"):
+        engine.launch(0)
+    slots[0].seg_len[0] = 2
+    with pytest.raises(AssertionError, match="plan was rewritten"):
+        engine.wait(seq)
+    slots[0].seg_len[0], columns.prompt_ids[0, 1] = 3, 9
+    with pytest.raises(AssertionError, match="column of row 0"):
+        engine.wait(seq)

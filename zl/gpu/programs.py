@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from zl.errors import DeviceError
+from zl.gpu import cuda_memory
 from zl.gpu.device import Device
 from zl.gpu.native.build import have_compiler, pick_level
 from zl.gpu.native.packed import Packed
@@ -52,18 +54,30 @@ class Engine(Protocol):
 class Tensors(Mapping[str, "torch.Tensor"]):
     """A model's tensors in one dtype, each dequantised when it is asked for, so that two copies never exist at once.
 
-    dtype  "bfloat16" or "float32"
+    dtype         "bfloat16" or "float32"
+    wide_vectors  norms and biases keep float32, as the torch twin has them
     """
 
-    def __init__(self, source: WeightSource, dtype: str, progress: Callable[[float], None] | None = None):
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: str,
+        progress: Callable[[float], None] | None = None,
+        *,
+        wide_vectors: bool = False,
+    ):
         self._source = source
         self._dtype = _torch_dtype(dtype)
+        self._wide_vectors = wide_vectors
         self._progress = progress
         self._read = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Dequantise one tensor; KeyError where the model has none of that name."""
         self._count()
+        last = name.rpartition(".")[2]
+        if self._wide_vectors and (last.endswith("norm") or last.startswith("b")):
+            return self._source.tensor(name, _torch_dtype("float32"))
         return self._source.tensor(name, self._dtype)
 
     def blocks(self, name: str) -> tuple[str, np.ndarray] | None:
@@ -114,6 +128,7 @@ def open_engine(
     level: str = "auto",
     say: Callable[[str], None],
     progress: Callable[[float], None] | None = None,
+    debug_addresses: bool = False,
 ) -> Engine:
     """Load the weights and open the fastest engine this machine offers.
 
@@ -122,6 +137,8 @@ def open_engine(
     level    instruction sets of the CPU program, or torch for the slow twin
     threads  CPU compute threads; 0 takes one for each core this process may use
     say      called with one line that names the engine and why it was chosen
+    debug_addresses  on CUDA, check before each step that nothing moved which the captured programs point at
+    Raises   DeviceError where the CUDA program lacks triton
     """
     n_threads = threads or len(os.sched_getaffinity(0))
     if isinstance(weights, Packed) or program_of(device.kind, level) != "torch":
@@ -129,19 +146,58 @@ def open_engine(
                          level, progress)  # fmt: skip
         say(f"program: {engine.name}, {n_threads} threads")
         return engine
+    if device.kind != "cpu" and dtype == "bfloat16":
+        captured = _open_cuda(device, weights, dtype, shapes, columns, slots, say, progress, debug_addresses)
+        say(f"program: {captured.name}")
+        return captured
     import torch
 
     from zl.gpu.model import load_weights
     from zl.gpu.torch_step import TorchStep
 
     if device.kind != "cpu":
-        say(f"program: torch, eager, on {device.name}")
+        say(f"program: torch, eager, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
     else:
         why = "as asked" if level == "torch" else "no C++ compiler found (install g++ for a faster one)"
         say(f"program: torch, eager, {n_threads} threads: {why}")
         torch.set_num_threads(n_threads)
     loaded = load_weights(weights, _torch_dtype(dtype), progress)
     return TorchStep(model, loaded, columns, slots, shapes, device=device.torch_device)
+
+
+def _open_cuda(
+    device: Device,
+    source: WeightSource,
+    dtype: str,
+    shapes: Shapes,
+    columns: RowColumns,
+    slots: list[StepSlot],
+    say: Callable[[str], None],
+    progress: Callable[[float], None] | None,
+    debug_addresses: bool,
+) -> Engine:
+    try:
+        from zl.gpu.cuda_step import CudaStep  # here: it brings triton, which the CPU path never loads
+    except ImportError as missing:
+        raise DeviceError(
+            f"the CUDA program needs triton ({missing}); install the extra: pip install 'zl[cuda]', or serve with "
+            "--device cpu",
+            call="import",
+        ) from missing
+    from zl.gpu.upload import narrate
+
+    total = cuda_memory.weight_bytes(source.shape, o_bias="layers.0.bo" in source.names)
+    narrated = narrate(say, total)
+
+    def uploaded(n_bytes: int) -> None:
+        narrated(n_bytes)
+        if progress is not None:
+            progress(min(1.0, n_bytes / total))
+
+    return CudaStep(
+        source.shape, Tensors(source, dtype, wide_vectors=True), columns, slots, shapes, device=device.torch_device,
+        progress=uploaded, debug_addresses=debug_addresses,
+    )  # fmt: skip
 
 
 def pack(
