@@ -17,7 +17,6 @@ from zl import facts
 from zl.artifact import Artifact, HashCheck
 from zl.config import Settings
 from zl.errors import CapacityError, ConfigError, ModelError
-from zl.gpu import cuda_memory
 from zl.gpu.device import Device, open_device
 from zl.gpu.native.build import available_levels, pick_level
 from zl.gpu.native.packed import Packed
@@ -265,6 +264,8 @@ def plan_memory(
 
 def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: Device) -> tuple[int, MemoryPlan]:
     """Plan the captured program's memory: what it allocates is known to the byte, but for the programs themselves."""
+    from zl.gpu import cuda_memory
+
     free, _ = device.memory()
     page = page_bytes(model, "bfloat16")
     weights = cuda_memory.weight_bytes(model, o_bias=model.attention_bias)

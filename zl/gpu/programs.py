@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from zl.errors import DeviceError
-from zl.gpu import cuda_memory
 from zl.gpu.device import Device
 from zl.gpu.native.build import have_compiler, pick_level
 from zl.gpu.native.packed import Packed
@@ -184,6 +183,7 @@ def _open_cuda(
             "--device cpu",
             call="import",
         ) from missing
+    from zl.gpu import cuda_memory
     from zl.gpu.upload import narrate
 
     total = cuda_memory.weight_bytes(source.shape, o_bias="layers.0.bo" in source.names)
