@@ -2,6 +2,9 @@
 
 A page that is freed, reused or rewritten while a step that reads it is in flight changes the hash, so a wrong schedule
 shows up as a wrong token. Steps are executed as late as the contract allows: when they are waited for.
+
+The double also keeps the stream's order: at launch it notes every page and column that the step will read, `reading()`
+tells which pages steps in flight use, and a column or plan that changed before its step ended fails that step.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zl.gpu.pinned import EOS, FIRST, IGNORE_EOS, LENGTH, NUMERIC, SAMPLE, SKIPPED, RowColumns, StepSlot
-from zl.shapes import PAGE
+from zl.shapes import PAGE, pages_for
 
 EOS_ID = 7
 VOCAB = 97
@@ -43,6 +46,7 @@ class FakeEngine:
     columns: RowColumns
     slots: list[StepSlot]
     n_pages: int
+    fallback: bool = False
     log: list[tuple[str, int]] = field(default_factory=list)
     fail_at: int = -1
     nan_rows: set[int] = field(default_factory=set)
@@ -54,6 +58,8 @@ class FakeEngine:
         self.last = np.zeros(n_rows, np.int64)
         self.done = np.zeros(n_rows, bool)
         self.queue: list[tuple[int, int, tuple]] = []
+        self.pages: dict[int, frozenset[int]] = {}
+        self.columns_read: dict[int, dict[int, tuple]] = {}
         self.seq = 0
 
     def launch(self, slot: int) -> int:
@@ -64,23 +70,44 @@ class FakeEngine:
         plan = tuple(a[:n].copy() for a in (s.seg_row, s.seg_start, s.seg_len, s.seg_flags))
         self.max_tokens_seen = max(self.max_tokens_seen, int(plan[2].sum()))
         self.seq += 1
+        touched = (
+            self.columns.page_table[row, : pages_for(start + n)].tolist()
+            for row, start, n in zip(*(a.tolist() for a in plan[:3]), strict=True)
+        )
+        self.pages[self.seq] = frozenset(page for pages in touched for page in pages)
+        self.columns_read[self.seq] = {row: self._columns_of(row) for row in plan[0].tolist()}
         self.queue.append((self.seq, slot, plan))
         self.log.append(("launch", self.seq))
         return self.seq
 
     def wait(self, seq: int) -> None:
         while self.queue and self.queue[0][0] <= seq:
-            number, slot, plan = self.queue.pop(0)
+            number, slot, plan = self.queue[0]
             if number == self.fail_at:
                 raise RuntimeError("the device fell off the bus")
             s = self.slots[slot]
             for a, b in zip((s.seg_row, s.seg_start, s.seg_len, s.seg_flags), plan, strict=True):
                 assert (a[: len(b)] == b).all(), "the plan was rewritten in flight"
+            for row, seen in self.columns_read.pop(number).items():
+                assert self._columns_of(row) == seen, f"a column of row {row} was rewritten in flight"
             self._execute(s, *plan)
+            del self.pages[number]
+            self.queue.pop(0)
             self.log.append(("ended", number))
 
     def close(self) -> None:
         self.queue.clear()
+
+    def reading(self) -> frozenset[int]:
+        """Give the pages that steps in flight read or write."""
+        return frozenset().union(*list(self.pages.values()))
+
+    def _columns_of(self, row: int) -> tuple:
+        c = self.columns
+        n = int(c.prompt_len[row])
+        arrays = (c.prompt_ids[row, :n], c.page_table[row])
+        scalars = (c.max_new, c.temperature, c.top_p, c.penalty, c.seed, c.row_flags)
+        return (n, *(a.tobytes() for a in arrays), *(a[row].item() for a in scalars))
 
     def _execute(self, s: StepSlot, rows, starts, lens, flags) -> None:
         c = self.columns

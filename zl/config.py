@@ -89,6 +89,8 @@ class Settings:
     heartbeat_s: float = _period("model", 0, 3_600, 60.0, "time between two checks of the program; 0 turns them off")
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
+    artifact: str = _choice("model", ("auto", "off"), "auto", "auto keeps each build in the cache for a quick start")
+    debug_addresses: str = _choice("model", ("off", "on"), "off", "on CUDA, check before each step that nothing moved")
 
     listen: tuple[str, ...] = _setting(default_listen, _LISTEN)
     metrics: str = _setting("127.0.0.1:9433", _METRICS)

@@ -10,9 +10,12 @@ import torch
 
 from tests.gpu.kernel_kit import DEVICE, exact_dots
 from zl.errors import InvariantError, ShapeError
-from zl.gpu.cuda_step import CudaStep, token_buckets
+from zl.gpu import cuda_memory
+from zl.gpu.cuda_memory import token_buckets
+from zl.gpu.cuda_step import CudaStep
 from zl.gpu.model import Weights
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, RowColumns, StepSlot
+from zl.gpu.pool import KVPool
 from zl.gpu.torch_step import TorchStep
 from zl.shapes import PAGE, ModelShape, Shapes
 
@@ -158,3 +161,39 @@ def test_engine_refuses_what_it_cannot_run():
 def test_buckets_are_captured_widest_first():
     assert token_buckets(512) == (512, 256, 64, 16)
     assert token_buckets(48) == (48, 16)
+
+
+def test_the_memory_plan_counts_what_the_step_allocates():
+    for shape in (SHAPE, replace(SHAPE, tied=False, attention_bias=False)):
+        tensors = make_tensors() | ({} if shape.tied else {"head": make_tensors()["embed"]})
+        biases = shape.attention_bias
+        engine = dry(shape, {name: t for name, t in tensors.items() if biases or ".b" not in name}).engine
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in engine.device_tensors()}
+        pool = sizes.pop("pool")
+        assert pool == SHAPES.n_pages * KVPool.page_bytes(shape, torch.bfloat16)
+        weights = sum(n for name, n in sizes.items() if name.startswith("layers.") or name in ("embed", "norm", "head"))
+        assert weights == cuda_memory.weight_bytes(shape)
+        assert sum(sizes.values()) - weights == cuda_memory.buffer_bytes(shape, SHAPES)
+
+
+def test_debug_mode_refuses_a_step_after_anything_moved():
+    bench = Bench(
+        lambda columns, slots: CudaStep(
+            replace(SHAPE, n_layers=1), make_tensors(), columns, slots, SHAPES,
+            device="cpu" if DEVICE == "cpu" else "cuda:0", debug_addresses=True,
+        )
+    )  # fmt: skip
+    bench.seat(0, PROMPT[:3])
+    bench.step((0, 0, 3, FIRST | SAMPLE))
+    array = bench.columns.prompt_len
+    bench.columns.prompt_len = array.copy()
+    with pytest.raises(InvariantError, match=r"columns\.prompt_len"):
+        bench.step((0, 3, 1, SAMPLE))
+    bench.columns.prompt_len = array
+    bench.slots[1].out_token, kept = bench.slots[1].out_token.copy(), bench.slots[1].out_token
+    with pytest.raises(InvariantError, match=r"slot 1\.out_token"):
+        bench.step((0, 3, 1, SAMPLE))
+    bench.slots[1].out_token = kept
+    bench.engine._pool = bench.engine._pool.clone()
+    with pytest.raises(InvariantError, match="pool"):
+        bench.step((0, 3, 1, SAMPLE))

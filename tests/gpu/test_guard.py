@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.native_kit import random_weights, tiny
 from zl.dispatch import Dispatcher, Limits
-from zl.gpu.guard import Guard
+from zl.gpu.guard import FromPacked, Guard
 from zl.gpu.heartbeat import Patrol, with_canary
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.model import Weights
@@ -39,13 +39,8 @@ class House:
         slots = [StepSlot(wide), StepSlot(wide)]
         self.native = NativeStep(SHAPE, weights, self.columns, slots, wide.n_pages, SHAPES.step_tokens, 1)
         self.loads = 0
-
-        def load(alive: Callable[[float], None]) -> Weights:
-            self.loads += 1
-            alive(1.0)
-            return Weights(SHAPE, dtype, weights)
-
-        self.guard = Guard(self.native, self.columns, slots, wide, load, beat_s=beat_s)
+        self.weights = Weights(SHAPE, dtype, weights)
+        self.guard = Guard(self.native, self.columns, slots, wide, self, beat_s=beat_s)
         self.rows, self.pages = Rows(SHAPES.max_rows), PageBooks(SHAPES.n_pages)
         self.guard.on_retire(self.pages.distrust)
         self.results: list[StepResult] = []
@@ -58,6 +53,16 @@ class House:
         self.answers: dict[int, list[int]] = {}
         self.flags: dict[int, int] = {}
         self.loop.start()
+
+    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
+        self.loads += 1
+        return self.weights
+
+    def pack(self, native: NativeStep, weights: Weights) -> None:
+        native.reload(weights.tensors)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def publish(self, result: StepResult) -> None:
         with self.arrived:
@@ -300,7 +305,7 @@ def test_kv_that_is_not_finite_is_computed_again_from_the_tokens(house):
     def spoil(slot: int) -> int:
         h.native.launch = launch
         h.native.settle()
-        h.guard._pool.data[:, h.columns.page_table[:3, :2].ravel()] = torch.nan
+        h.native.pool()[0][:, h.columns.page_table[:3, :2].ravel()] = np.nan
         done.set()
         raise RuntimeError("poison")
 
@@ -317,7 +322,7 @@ def test_constant_pages_of_a_damaged_program_reach_no_later_row(house):
     texts = [[7] * 2 * PAGE + p for p in prompts(3, 20)]
     before = h.ask(texts, 0, prefix_len=2 * PAGE)
     assert h.pages.constant == 2
-    h.guard._pool.data[:, :] += 1.0  # finite and wrong
+    h.native.pool()[0][:] += 1.0  # finite and wrong
     assert h.ask(texts, 10, prefix_len=2 * PAGE) != before
     h.native.packed()[9] ^= 2
     h.guard._checked_at = -1e9
@@ -380,6 +385,30 @@ def test_a_broken_plan_is_the_loops_fault_and_ends_it(house):
         ticket = job.ticket
         h.dispatcher.end(job)
         h.dispatcher.retire(ticket, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biases", [False, True])
+def test_an_artifacts_file_gives_back_every_tensor_and_every_byte(tmp_path, dtype, biases):
+    shape = tiny(tied=False, head_dim=48, attention_bias=biases, mlp_bias=biases)
+    weights = random_weights(shape, dtype)
+    columns = RowColumns(SHAPES)
+    native = NativeStep(shape, weights, columns, [StepSlot(SHAPES), StepSlot(SHAPES)], 4, 48, 1)
+    native.export(tmp_path / "packed")
+    renewal = FromPacked(tmp_path / "packed")
+    (tmp_path / "packed").unlink()
+    whole = native.packed().copy()
+    native.packed()[:] = 0xA5
+    loaded = renewal.load(native, lambda _: None)
+    assert (native.packed() == whole).all()
+    assert loaded.tensors.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(loaded[name], tensor), name
+    native.packed()[77] ^= 1
+    renewal.pack(native, loaded)
+    assert (native.packed() == whole).all()
+    renewal.close()
+    native.close()
 
 
 def test_patrol_finds_a_change_in_any_slice():

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.gpu.kernel_kit import AttentionCase, attention_case, exact_dots, ints
 from zl.errors import ShapeError
+from zl.gpu.kernels.attention import split_tokens
 from zl.gpu.kernels.decode_attention import Segments, decode_attention, decode_attention_reference
-from zl.gpu.kernels.paged_block import group_rows, split_tokens
+from zl.gpu.kernels.paged_block import group_rows
 from zl.gpu.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from zl.shapes import PAGE
 

@@ -24,6 +24,18 @@ from zl.shapes import PAGE, Shapes
 SHAPES = Shapes(max_rows=8, max_model_len=256, max_tokens=64, default_tokens=16, step_tokens=48)
 
 
+class WatchedPages(PageBooks):
+    """Page books that refuse to free what a step in flight uses."""
+
+    def watch(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def give(self, pages) -> None:
+        used = self.engine.reading() & set(pages.tolist())
+        assert not used, f"pages {sorted(used)} are freed while a step in flight uses them"
+        super().give(pages)
+
+
 class House:
     """Dispatcher, loop and double, driven from the test's thread like the event loop would.
 
@@ -35,10 +47,11 @@ class House:
         self.taken = threading.Semaphore(0)
         self.shapes = shapes
         self.rows = Rows(shapes.max_rows)
-        self.pages = PageBooks(n_pages, max_prefixes=4)
+        self.pages = WatchedPages(n_pages, max_prefixes=4)
         self.columns = RowColumns(shapes)
         self.slots = [StepSlot(shapes) for _ in range(run_ahead + 1)]
         self.engine = FakeEngine(self.columns, self.slots, n_pages)
+        self.pages.watch(self.engine)
         self.results: queue.Queue[StepResult | BaseException] = queue.Queue()
         self.loop = GenerationLoop(
             shapes, self.engine, self.slots, self.rows.control, self.publish, self.results.put,
@@ -62,10 +75,12 @@ class House:
         self.taken.release(2)
         self.loop.stop()
 
-    def submit(self, request_id, prompt, *, seed=1, max_new=8, prefix_len=0, ignore_eos=False) -> Job:
+    def submit(
+        self, request_id, prompt, *, seed=1, max_new=8, prefix_len=0, ignore_eos=False, type=0, temperature=None
+    ) -> Job:
         job = Job(
             conn=None, request_id=request_id, prompt=np.array(prompt, np.int32), prefix_len=prefix_len,
-            max_new=max_new, sampling=profiles.resolve(0, None, None, None), seed=seed, stream=None, arrived=0.0,
+            max_new=max_new, sampling=profiles.resolve(type, temperature), seed=seed, stream=None, arrived=0.0,
             ignore_eos=ignore_eos,
         )  # fmt: skip
         self.answers[request_id] = []
@@ -293,3 +308,108 @@ def test_random_schedules_change_no_token(house, seed):
     for request_id, answer in wanted.items():
         assert h.answers[request_id] == answer, request_id
     assert h.dispatcher.counters.seated == h.dispatcher.counters.retired
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_steps_are_counted_by_what_samples_them(house, run_ahead):
+    h = house(run_ahead=run_ahead)
+    alone = {}
+    for name, options in (("CHAT", {}), ("CREATIVE", {"type": 2}), ("generic", {"temperature": 0.1})):
+        before = list(h.loop.counters.by_program)
+        h.submit(1, [1, 2, 3], max_new=6, ignore_eos=True, **options)
+        h.settle()
+        alone[name] = [now - then for now, then in zip(h.loop.counters.by_program, before, strict=True)]
+    n = 6 + run_ahead  # the loop learns of an end when it has launched `run_ahead` steps more
+    assert alone == {"CHAT": [n, 0, 0, 0], "CREATIVE": [0, 0, n, 0], "generic": [0, 0, 0, n]}
+    assert h.loop.counters.mixed == 0
+    h.submit(1, [1, 2, 3], max_new=12, ignore_eos=True)
+    h.turn()
+    h.submit(2, [1, 2, 3], max_new=4, ignore_eos=True, type=1)
+    h.settle()
+    counters = h.loop.counters
+    assert 4 <= counters.mixed <= 4 + run_ahead
+    assert sum(counters.by_program) + counters.mixed == counters.steps
+    assert counters.fallback == 0
+    assert not any(h.loop._sampling), "every seat that came has gone"
+
+
+def test_steps_of_the_slow_twin_count_as_fallback(house):
+    h = house()
+    h.engine.fallback = True
+    h.submit(1, list(range(80)), max_new=3, ignore_eos=True)
+    h.settle()
+    assert h.loop.counters.fallback == h.loop.counters.steps > h.loop.counters.by_program[0]
+
+
+def retire_early(by):
+    """Make the loop's retirement one that lets go of rows `by` steps before their last one has ended."""
+
+    def retire(self):
+        retired = [seat.ticket for seat in self._leaving if seat.last_step <= self._ended + by]
+        self._leaving = [seat for seat in self._leaving if seat.last_step > self._ended + by]
+        return retired
+
+    return retire
+
+
+def give_at_end(self, job):
+    """Free a row's pages when its answer ends, as if nothing could be in flight then."""
+    if job.ticket is not None and not job.done:
+        self._pages.give(job.pages)
+        job.pages = job.pages[:0]
+    honest_end(self, job)
+
+
+honest_end = Dispatcher.end
+
+
+def busy_schedule(h: House) -> None:
+    """Cancel rows while their steps are in flight, with others waiting for their pages."""
+    jobs = [h.submit(i, [i, i + 1, i + 2], seed=i, max_new=20, ignore_eos=True) for i in range(20)]
+    for i in range(20):
+        if not jobs[i].done and jobs[i].ticket is not None:
+            h.cancel(jobs[i])
+        if h.rows.in_use:
+            h.turn()
+    h.settle()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong", "complaint"),
+    [
+        (GenerationLoop, "_retire", retire_early(1), "freed while a step|rewritten in flight"),
+        (GenerationLoop, "_retire", retire_early(99), "freed while a step|rewritten in flight"),
+        (Dispatcher, "end", give_at_end, "freed while a step"),
+    ],
+    ids=["one_step_early", "at_once", "pages_at_end"],
+)
+def test_the_double_notices_what_is_let_go_too_early(monkeypatch, where, name, wrong, complaint):
+    monkeypatch.setattr(where, name, wrong)
+    h = House(n_pages=12, run_ahead=2)
+    try:
+        with pytest.raises(AssertionError, match=complaint):
+            busy_schedule(h)
+    finally:
+        h.stop()
+
+
+def test_the_schedule_that_the_mutants_fail_passes_unchanged(house):
+    busy_schedule(house(n_pages=12, run_ahead=2))
+
+
+def test_the_double_notices_a_slot_and_a_column_rewritten_in_flight():
+    shapes = Shapes(max_rows=2, max_model_len=64, step_tokens=8)
+    columns, slots = RowColumns(shapes), [StepSlot(shapes) for _ in range(2)]
+    engine = FakeEngine(columns, slots, 4)
+    columns.page_table[0, 0], columns.prompt_len[0], columns.max_new[0] = 1, 3, 5
+    slots[0].n_segs[0], slots[0].seg_len[0], slots[0].seg_flags[0] = 1, 3, 3
+    seq = engine.launch(0)
+    assert engine.reading() == {1}
+    with pytest.raises(AssertionError, match="slot is rewritten"):
+        engine.launch(0)
+    slots[0].seg_len[0] = 2
+    with pytest.raises(AssertionError, match="plan was rewritten"):
+        engine.wait(seq)
+    slots[0].seg_len[0], columns.prompt_ids[0, 1] = 3, 9
+    with pytest.raises(AssertionError, match="column of row 0"):
+        engine.wait(seq)

@@ -6,12 +6,14 @@ runs the same code uncaptured, in Triton's interpreter. Refuses rows, dispatch, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
 from zl.errors import DeviceError, InvariantError, ShapeError
+from zl.gpu.addresses import Addresses
+from zl.gpu.cuda_memory import token_buckets
 from zl.gpu.kernels.context_loader import Context, Plan, Rows, load_context
 from zl.gpu.kernels.decode_attention import Partials, Segments, decode_attention
 from zl.gpu.kernels.embed_rows import embed_rows
@@ -27,13 +29,11 @@ from zl.gpu.kernels.silu_mul import silu_mul
 from zl.gpu.kernels.stop_check import Draws, Results, RowLimits, stop_check
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.pool import KVPool
+from zl.gpu.upload import Progress, Uploader
 from zl.sampling.sampler import sample_triton
 from zl.shapes import ModelShape, Shapes
 
 BF16 = torch.bfloat16
-
-BUCKETS = (16, 64, 256)
-"""Token buckets below the widest, which is the build's `step_tokens`: the tiles of `linear` change at 16 and 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,14 @@ class Buffers:
         )
 
 
-def token_buckets(step_tokens: int) -> tuple[int, ...]:
-    """Return the captured sizes for a build, widest first: the order of capture."""
-    return (step_tokens, *sorted((b for b in BUCKETS if b < step_tokens), reverse=True))
-
-
-def load_layer(tensors: Mapping[str, torch.Tensor], i: int, device: torch.device) -> Layer:
+def load_layer(tensors: Mapping[str, torch.Tensor], i: int, upload: Uploader) -> Layer:
     """Join and upload one layer's tensors, by canonical name."""
 
     def matrix(*names: str) -> torch.Tensor:
-        return torch.cat([tensors[f"layers.{i}.{n}"].to(BF16) for n in names]).contiguous().to(device)
+        return upload.tensor([tensors[f"layers.{i}.{n}"] for n in names], BF16)
 
     def vector(name: str) -> torch.Tensor:
-        return tensors[f"layers.{i}.{name}"].float().contiguous().to(device)
+        return upload.tensor([tensors[f"layers.{i}.{name}"]], torch.float32)
 
     def bias(*names: str) -> torch.Tensor | None:
         full = [f"layers.{i}.{name}" for name in names]
@@ -114,7 +109,7 @@ def load_layer(tensors: Mapping[str, torch.Tensor], i: int, device: torch.device
             return None
         sizes = [tensors[name.replace(".b_", ".w_").replace(".b", ".w")].shape[0] for name in full]
         parts = [tensors[n].float() if n in tensors else torch.zeros(size) for n, size in zip(full, sizes, strict=True)]
-        return torch.cat(parts).to(device)
+        return upload.tensor(parts, torch.float32)
 
     return Layer(
         vector("attn_norm"), matrix("wq", "wk", "wv"), bias("bq", "bk", "bv"), matrix("wo"), bias("bo"),
@@ -130,8 +125,12 @@ class CudaStep:
     device   "cuda:0", or "cpu": the dry mode, where nothing is captured and kernels are interpreted
     Capture  thread-local, so that other threads may use the device meanwhile; widest bucket first, one pool; each
              bucket once for steps of single tokens and once for mixed ones, for either slot
+    progress called with the bytes uploaded so far
+    debug_addresses  check before each step that nothing which the program points at has moved since capture
     Raises   ShapeError for a model that the kernels do not take; DeviceError in the dry mode without the interpreter
     """
+
+    fallback = False
 
     def __init__(
         self,
@@ -142,6 +141,8 @@ class CudaStep:
         shapes: Shapes,
         *,
         device: str = "cuda:0",
+        progress: Progress | None = None,
+        debug_addresses: bool = False,
     ):
         if shape.head_dim not in (64, 128):
             raise ShapeError("head_dim", shape.head_dim, "64 or 128: serve this model with --device cpu")
@@ -152,12 +153,15 @@ class CudaStep:
         self.name = "cuda, dry: interpreted" if self._dry else f"cuda graphs on {torch.cuda.get_device_name(device)}"
         self._capability = 80 if self._dry else 10 * torch.cuda.get_device_capability(device)[0]
         self._shape = shape
+        self._columns = columns
         self._slots = slots
         self._max_len = shapes.max_model_len
-        self._layers = [load_layer(tensors, i, self._device) for i in range(shape.n_layers)]
-        self._embed = tensors["embed"].to(BF16).contiguous().to(self._device)
-        self._norm = tensors["norm"].float().contiguous().to(self._device)
-        self._head = self._embed if shape.tied else tensors["head"].to(BF16).contiguous().to(self._device)
+        upload = Uploader(self._device, progress=progress)
+        self._layers = [load_layer(tensors, i, upload) for i in range(shape.n_layers)]
+        self._embed = upload.tensor([tensors["embed"]], BF16)
+        self._norm = upload.tensor([tensors["norm"]], torch.float32)
+        self._head = self._embed if shape.tied else upload.tensor([tensors["head"]], BF16)
+        upload.close()
         cos, sin = rope_table(shape, shapes.max_model_len)
         self._cos, self._sin = cos.contiguous().to(self._device), sin.contiguous().to(self._device)
         # Zeroed: a page is cleared by its first token, but what was never written must be no NaN either.
@@ -175,12 +179,37 @@ class CudaStep:
             # One event a slot: a slot is launched again only after its step was waited for.
             self._events = [torch.cuda.Event() for _ in slots]
             self._capture()
+        self._addresses = Addresses(self._listed_addresses) if debug_addresses else None
 
     def launch(self, slot: int) -> int:
         """Start the step that slot `slot` plans; return its sequence number. One graph launch, no allocation.
 
-        Raises InvariantError for a plan wider than the build.
+        Raises InvariantError for a plan wider than the build, or, in the debug mode, for an address that moved.
         """
+        if self._addresses is not None:
+            self._addresses.check()
+        bucket, mixed = self._program(slot)
+        if self._dry:
+            self._compute(slot, bucket, mixed)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._graphs[slot, bucket, mixed].replay()
+                self._events[slot].record(self._stream)
+        return self._count(slot)
+
+    def launch_uncaptured(self, slot: int) -> int:
+        """Start the same step kernel by kernel: the twin that `make gpu-check` compares replays with, bit by bit."""
+        bucket, mixed = self._program(slot)
+        if self._dry:
+            self._compute(slot, bucket, mixed)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._compute(slot, bucket, mixed)
+                self._events[slot].record(self._stream)
+        return self._count(slot)
+
+    def _program(self, slot: int) -> tuple[int, bool]:
+        """Pick the narrowest bucket for a plan, and whether it has segments of more than one token."""
         plan = self._slots[slot]
         n = int(plan.n_segs[0])
         lengths = plan.seg_len[:n]
@@ -188,13 +217,9 @@ class CudaStep:
         bucket = next((t for t in reversed(self._buckets) if t >= total and self._places(t) >= n), None)
         if bucket is None:
             raise InvariantError(f"a step of {total} tokens in {n} segments was planned for buckets {self._buckets}")
-        mixed = n > 0 and int(lengths.max()) > 1
-        if self._dry:
-            self._compute(slot, bucket, mixed)
-        else:
-            with torch.cuda.stream(self._stream):
-                self._graphs[slot, bucket, mixed].replay()
-                self._events[slot].record(self._stream)
+        return bucket, n > 0 and int(lengths.max()) > 1
+
+    def _count(self, slot: int) -> int:
         self._launched += 1
         self._last[slot] = self._launched
         return self._launched
@@ -220,6 +245,39 @@ class CudaStep:
         self._graphs.clear()
         self._buffers.clear()
         self._layers.clear()
+
+    def device_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """List what the program owns on the device, by name; the narrower buckets' buffers are fronts of these."""
+        for i, layer in enumerate(self._layers):
+            for part in fields(layer):
+                tensor = getattr(layer, part.name)
+                if tensor is not None:
+                    yield f"layers.{i}.{part.name}", tensor
+        yield from {"embed": self._embed, "norm": self._norm, "cos": self._cos, "sin": self._sin}.items()
+        if self._head is not self._embed:
+            yield "head", self._head
+        yield from {"pool": self._pool, "eos": self._eos}.items()
+        for name in ("table", "last_token", "done", "seen"):
+            yield f"rows.{name}", getattr(self._rows, name)
+        buffers = self._buffers[self._buckets[0]]
+        for part in fields(buffers):
+            value = getattr(buffers, part.name)
+            if isinstance(value, torch.Tensor):
+                yield part.name, value
+            else:
+                for name, tensor in value._asdict().items():
+                    yield f"{part.name}.{name}", tensor
+
+    def _listed_addresses(self) -> Iterator[tuple[str, int]]:
+        for name, tensor in self.device_tensors():
+            yield name, tensor.data_ptr()
+        for bucket, buffers in self._buffers.items():
+            yield f"bucket {bucket}", buffers.x.data_ptr()
+        for name, array in vars(self._columns).items():
+            yield f"columns.{name}", array.ctypes.data
+        for i, slot in enumerate(self._slots):
+            for name, array in vars(slot).items():
+                yield f"slot {i}.{name}", array.ctypes.data
 
     def _places(self, bucket: int) -> int:
         return int(self._buffers[bucket].drawn.shape[0])

@@ -6,7 +6,8 @@ several times the native one. Refuses rows, dispatch, net and asyncio.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from zl.gpu.model import Weights
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.pool import KVPool
+from zl.gpu.source import canonical_shapes
 from zl.gpu.torch_step import Sample, TorchStep
 from zl.shapes import PAGE, Shapes
 
@@ -27,7 +29,9 @@ class NativePool(KVPool):
 
     def __init__(self, native: NativeStep):
         self.n_pages = native.n_pages
-        self.data, self._k_at, self._v_at = native.pool()
+        data, k_at, v_at = native.pool()
+        self.data = _tensor(data)
+        self._k_at, self._v_at = torch.from_numpy(k_at).long(), torch.from_numpy(v_at).long()
         self._heads = torch.arange(native.shape.n_kv_heads)[None, :, None]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -97,3 +101,25 @@ class EagerStep(TorchStep):
     def _seen_of(self, rows: np.ndarray) -> torch.Tensor:
         bits = np.unpackbits(self._bits[rows].view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits[:, : self._vocab]).bool()
+
+
+def unpacked(native: NativeStep, progress: Callable[[float], None]) -> Weights:
+    """Copy all tensors out of a native step's packed weights: the same values that were packed, bit for bit."""
+    shape = native.shape
+    matrix = np.uint16 if native.dtype == "bfloat16" else np.float32
+    tensors: dict[str, torch.Tensor] = {}
+    dims = list(canonical_shapes(replace(shape, attention_bias=True, mlp_bias=True), True))
+    for done, (name, size) in enumerate(dims, 1):
+        layer, _, short = name.removeprefix("layers.").rpartition(".")
+        out = np.empty(size, matrix if len(size) == 2 else np.float32)
+        if native.unpack(short, int(layer or 0), out):
+            tensors[name] = _tensor(out)
+        progress(done / len(dims))
+    return Weights(shape, torch.bfloat16 if native.dtype == "bfloat16" else torch.float32, tensors)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """Lay a tensor over an array; uint16 stands for bf16."""
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -12,22 +12,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from zl.errors import InvariantError
-from zl.gpu.fallback import EagerStep, NativePool
 from zl.gpu.heartbeat import Canary, Heartbeat, Patrol
-from zl.gpu.model import Weights, load_weights
+from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import FIRST, NUMERIC, RowColumns, StepSlot
-from zl.gpu.source import WeightSource
 from zl.shapes import Shapes, pages_for
 
-log = logging.getLogger("zl")
+if TYPE_CHECKING:  # torch is loaded when a program is retired, and not before
+    from zl.gpu.fallback import EagerStep, NativePool
+    from zl.gpu.model import Weights
+    from zl.gpu.weights import WeightSource
 
-Blocks = Callable[[str], tuple[str, np.ndarray] | None]
+log = logging.getLogger("zl")
 
 POLL_S = 0.02
 """How often an idle loop looks whether the recapture has ended."""
@@ -49,13 +51,70 @@ class GuardCounters:
     rebuilt_rows: int = 0
 
 
+class Renewal(Protocol):
+    """Where the weights of a damaged program come from again. Both are called with no native step in flight."""
+
+    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
+        """Give the fallback's weights in the native step's dtype; calls `alive` while it works."""
+
+    def pack(self, native: NativeStep, weights: Weights) -> None:
+        """Fill the native step's packed weights again, in place."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
+class FromSource:
+    """Weights from the model's own files."""
+
+    def __init__(self, source: WeightSource):
+        self._source = source
+
+    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
+        """Dequantise every tensor."""
+        import torch
+
+        from zl.gpu.model import load_weights
+
+        return load_weights(self._source, getattr(torch, native.dtype), alive)
+
+    def pack(self, native: NativeStep, weights: Weights) -> None:
+        """Pack what the fallback has loaded."""
+        native.reload(weights.tensors, self._source.blocks)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FromPacked:
+    """Weights from an artifact's file, which is kept open: the artifact may be deleted while it is served."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path.open("rb")
+
+    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
+        """Read the packed weights again and take the tensors out of them."""
+        from zl.gpu.fallback import unpacked
+
+        native.reimport(self._file.fileno(), self._path)
+        return unpacked(native, alive)
+
+    def pack(self, native: NativeStep, weights: Weights) -> None:  # noqa: ARG002
+        """Read the packed weights again."""
+        native.reimport(self._file.fileno(), self._path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class Guard:
     """An Engine (gpu.programs) around a NativeStep. One step in flight at most; all calls on the engine thread.
 
     shapes   as heartbeat.with_canary gave them: the last row and page are the canary's
     slots    the last one is the guard's own: the loop must not plan in it
-    load     loads the model's weights anew in the native step's dtype; calls its argument while it works
-    blocks   WeightSource.blocks, where the native step was opened with it
+    renewal  where weights come from again; closed with the guard
     beat_s   time between two heartbeats; 0 turns them off: a step that fails is still caught
     """
 
@@ -65,20 +124,20 @@ class Guard:
         columns: RowColumns,
         slots: list[StepSlot],
         shapes: Shapes,
-        load: Callable[[Callable[[float], None]], Weights],
+        renewal: Renewal,
         *,
         beat_s: float,
-        blocks: Blocks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = native.name
+        self.fallback = False  # whether the slow twin computes now
         self.counters = GuardCounters()
         self._native = native
         self._columns, self._slots, self._shapes = columns, slots, shapes
         self._own = len(slots) - 1
-        self._load, self._blocks = load, blocks
+        self._renewal = renewal
         self._clock = clock
-        self._pool = NativePool(native)
+        self._pool: NativePool | None = None  # made with the first fallback
         canary = Canary(native, columns, slots, self._own, shapes)
         self.heartbeat = Heartbeat(canary, Patrol(native.packed(), beat_s), beat_s, clock())
         self._on_retire: Callable[[], None] = lambda: None
@@ -158,7 +217,9 @@ class Guard:
             self._thread.join()
             self._thread = None
         self._fallback = None
+        self._pool = None
         self._native.close()
+        self._renewal.close()
 
     def between(self) -> float | None:
         """Do what is due at a step boundary; return the seconds an idle loop may sleep, None for ever."""
@@ -207,16 +268,40 @@ class Guard:
         self._sound_pages.clear()
         self._on_retire()
         begun = self._clock()
-        self._weights = weights = self._load(self._alive)
-        size = sum(t.numel() for t in weights.tensors.values()) * 4
-        self._fallback = EagerStep(
-            self._native, weights, self._columns, self._slots, self._shapes, pool=self._pool, widen=size < 4 << 30
-        )
+        self._fallback = self._apart(self._open_fallback)
+        self.fallback = True
         log.warning("fallback: %s, loaded in %.1f s", self._fallback.name, self._clock() - begun)
         self._start_packing()
 
-    def _alive(self, done: float) -> None:  # noqa: ARG002
-        self.progress_at = self._clock()
+    def _open_fallback(self) -> EagerStep:
+        from zl.gpu.fallback import EagerStep, NativePool
+
+        self._pool = self._pool or NativePool(self._native)
+        self._weights = weights = self._renewal.load(self._native, lambda _: None)
+        size = sum(t.numel() for t in weights.tensors.values()) * 4
+        return EagerStep(
+            self._native, weights, self._columns, self._slots, self._shapes, pool=self._pool, widen=size < 4 << 30
+        )
+
+    def _apart(self, work: Callable[[], EagerStep]) -> EagerStep:
+        """Wait for work that takes seconds, on a thread of its own, so that the time of progress goes on."""
+        done: list[EagerStep] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                done.append(work())
+            except BaseException as failure:
+                failed.append(failure)
+
+        thread = threading.Thread(target=run, name="zl-fallback")
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+            self.progress_at = self._clock()
+        if failed:
+            raise failed[0]
+        return done[0]
 
     def _start_packing(self) -> None:
         self._packed_well = False
@@ -226,7 +311,7 @@ class Guard:
     def _pack(self) -> None:
         assert self._weights is not None
         try:
-            self._native.reload(self._weights.tensors, self._blocks)
+            self._renewal.pack(self._native, self._weights)
             self._packed_well = True
         except Exception as failure:
             log.error("recapture: %s", _words(failure))
@@ -253,6 +338,7 @@ class Guard:
             return
         self.counters.recaptured += 1
         self._fallback = self._weights = None
+        self.fallback = False
         log.warning("program recaptured: weights and canary equal those at start")
 
     # -- steps in the fallback, and rows that a damaged program touched ------------------------------------------------
@@ -306,6 +392,9 @@ class Guard:
 
     def _finite(self, pages: np.ndarray, n_tokens: int) -> bool:
         """Tell whether the last layer's KV is finite: what is not finite in a layer is not in those after it."""
+        import torch
+
+        assert self._pool is not None
         k, v = self._pool.read(-1, torch.from_numpy(pages.astype(np.int64)))
         return bool(torch.isfinite(k[:n_tokens]).all() and torch.isfinite(v[:n_tokens]).all())
 
@@ -337,18 +426,15 @@ class Guard:
 
 def open_guard(
     native: NativeStep,
-    source: WeightSource,
-    dtype: torch.dtype,
+    weights: WeightSource | Packed,
     columns: RowColumns,
     slots: list[StepSlot],
     shapes: Shapes,
     beat_s: float,
 ) -> Guard:
-    """Guard a native step; the fallback's weights come from `source`. The arguments are Guard's."""
-    return Guard(
-        native, columns, slots, shapes, lambda alive: load_weights(source, dtype, alive), beat_s=beat_s,
-        blocks=source.blocks,
-    )  # fmt: skip
+    """Guard a native step. weights: what it was opened with; the other arguments are Guard's."""
+    renewal = FromPacked(weights.weights) if isinstance(weights, Packed) else FromSource(weights)
+    return Guard(native, columns, slots, shapes, renewal, beat_s=beat_s)
 
 
 def _words(failure: Exception) -> str:

@@ -49,6 +49,7 @@ class TorchStep:
     """
 
     name = "torch, eager"
+    fallback = True
 
     def __init__(
         self,

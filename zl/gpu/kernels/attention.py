@@ -1,10 +1,18 @@
-"""Causal attention over KV pages: the plain reference. Owns no state; refuses model, rows, environment."""
+"""Causal attention over KV pages: the plain reference; how KV is split. No state; refuses model, rows, environment."""
 
 from __future__ import annotations
 
 import torch
 
 from zl.shapes import PAGE
+
+MAX_SPLITS = 16
+MIN_SPLIT = 256
+
+
+def split_tokens(max_len: int) -> int:
+    """Return the tokens of one KV split for a model length: whole pages, at least 256, at most 16 splits."""
+    return max(MIN_SPLIT, -(-max_len // (MAX_SPLITS * PAGE)) * PAGE)
 
 
 def attention_reference(

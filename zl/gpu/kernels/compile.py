@@ -226,7 +226,7 @@ def sampler_variants(shape: ModelShape) -> list[Variant]:
     kernel: Any = getattr(sampler, "_sample_kernel", None)
     if kernel is None:
         return []
-    settings = Settings({"VOCAB": shape.vocab, "BLOCK": sampler.BLOCK}, num_warps=8)
+    settings = Settings({"VOCAB": shape.vocab, "BLOCK": sampler.BLOCK}, num_warps=sampler.NUM_WARPS)
     return [Variant(f"sampler V={shape.vocab}", kernel, types, settings)]
 
 

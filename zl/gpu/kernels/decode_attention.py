@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from zl.errors import ShapeError
-from zl.gpu.kernels.attention import attention_reference
+from zl.gpu.kernels.attention import attention_reference, split_tokens
 from zl.gpu.kernels.launch import Settings, Variant, expect, expect_same_device
 from zl.gpu.kernels.paged_block import (
     LOG2_E,
@@ -22,7 +22,6 @@ from zl.gpu.kernels.paged_block import (
     attend_split,
     group_rows,
     merge_split,
-    split_tokens,
     tile_warps,
 )
 from zl.shapes import PAGE, pages_for

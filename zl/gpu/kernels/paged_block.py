@@ -16,19 +16,10 @@ import triton.language as tl
 
 from zl.errors import ShapeError
 from zl.gpu.kernels.launch import INTERPRETED, power_of_two
-from zl.shapes import PAGE
 
 LOG2_E = 1.4426950408889634
 TILE_ROWS = 16
 """Query rows of a tile: the fewest that a tensor core takes. From 64 rows on Hopper would take another instruction."""
-
-MAX_SPLITS = 16
-MIN_SPLIT = 256
-
-
-def split_tokens(max_len: int) -> int:
-    """Return the tokens of one split for a model length: whole pages, at least 256, at most 16 splits."""
-    return max(MIN_SPLIT, -(-max_len // (MAX_SPLITS * PAGE)) * PAGE)
 
 
 def group_rows(n_heads: int, n_kv_heads: int) -> int:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from zl.gpu.kernels.attention import split_tokens
 from zl.gpu.kernels.decode_attention import Segments, attend_reference, check_attention
 from zl.gpu.kernels.launch import Settings, Variant, power_of_two
 from zl.gpu.kernels.paged_block import (
@@ -19,7 +20,6 @@ from zl.gpu.kernels.paged_block import (
     attend_split,
     group_rows,
     merge_split,
-    split_tokens,
     tile_warps,
 )
 from zl.shapes import PAGE

@@ -111,6 +111,9 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_weight": (i, [p, i, i, p, n, n, i]),
         "zl_blocks": (i, [p, i, i, i, p, n, n]),
         "zl_rope": (i, [p, p, p, n]),
+        "zl_packed_bytes": (n, [p]),
+        "zl_export": (i, [p, i]),
+        "zl_import": (i, [p, i, n]),
         "zl_start": (i, [p]),
         "zl_launch": (ctypes.c_uint32, [p, i]),
         "zl_wait": (i, [p, ctypes.c_uint32]),
@@ -124,6 +127,7 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_unload": (None, [p]),
         "zl_settle": (None, [p]),
         "zl_pool": (p, [p, p, p]),
+        "zl_unpack": (i, [p, i, i, p, n, n, i]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)  # the attribute is cached, an item is not

@@ -11,7 +11,7 @@ struct Column {
 
 // Where a tensor goes: its packed matrix, and how its rows and columns lie there.
 struct Place {
-    Matrix* to = nullptr;
+    Packed* to = nullptr;
     int kt = 0, rows = 0, cols = 0;
     int first_head = -1;  // of rows that are heads, padded by halves; else -1
     int tile = -1;        // of rows that share blocks with another tensor's; else -1
@@ -67,10 +67,10 @@ static bool pack_matrix(zl_context& c, int name, int layer, const T* src, int64_
         return true;
     }
     const Place p(c, name, layer);
-    if (!p.fits(rows, cols) || p.to->kind != kPlain) return false;
+    if (!p.fits(rows, cols)) return false;
     p.each_row(c.config.n_threads, [&](int r) {
         const Column at = p.column(r);
-        T* base = (T*)p.to->data + (size_t)at.block * p.kt * 2 * kTile + (size_t)at.tile * kTile;
+        T* base = (T*)p.to->plain.data + (size_t)at.block * p.kt * 2 * kTile + (size_t)at.tile * kTile;
         const T* s = src + (size_t)r * p.cols;
         for (int j = 0; j < p.cols; j++) {
             const int k = p.k(j);
@@ -113,12 +113,12 @@ static bool pack_blocks(zl_context& c, int name, int layer, int type, const uint
     const int kind = type == kQ8_0 ? kQ8 : kQ4, size = type == kQ8_0 ? 34 : type == kQ4_1 ? 20 : 18;
     if ((type != kQ8_0 && type != kQ4_1 && type != kQ4_0) || row_bytes % size) return false;
     const Place p(c, name, layer);
-    if (!p.fits(rows, row_bytes / size * 32) || p.heads_in_k || p.to->kind != kind) return false;
+    if (!p.fits(rows, row_bytes / size * 32) || p.heads_in_k || p.to->blocks.kind != kind) return false;
     const size_t record = record_bytes(kind, 2);
     std::atomic<bool> held{true};
     p.each_row(c.config.n_threads, [&](int r) {
         const Column at = p.column(r);
-        char* to = p.to->data + (size_t)at.block * p.kt * record;
+        char* to = p.to->blocks.data + (size_t)at.block * p.kt * record;
         const uint8_t* s = src + r * row_bytes;
         for (int b = 0; b < p.cols / 32; b++, to += record, s += size)
             if (!(kind == kQ8 ? put_q8(to, at.tile, at.lane, s) : put_q4(to, at.tile, at.lane, s, type == kQ4_1)))
@@ -169,7 +169,70 @@ static bool pack_vector(zl_context& c, int name, int layer, const float* src, in
     }
 }
 
+template <class T>
+static bool unpack_matrix(zl_context& c, int name, int layer, T* out, int64_t rows, int64_t cols) {
+    if (name == ZL_EMBED) {
+        if (rows != c.n.vocab || cols != c.n.hidden) return false;
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(out + r * cols, (const T*)c.embed + r * c.n.hidden_pad, (size_t)cols * sizeof(T));
+        return true;
+    }
+    const Place p(c, name, layer);
+    if (!p.fits(rows, cols)) return false;
+    p.each_row(c.config.n_threads, [&](int r) {
+        const Column at = p.column(r);
+        const T* base = (const T*)p.to->plain.data + (size_t)at.block * p.kt * 2 * kTile + (size_t)at.tile * kTile;
+        T* to = out + (size_t)r * p.cols;
+        for (int j = 0; j < p.cols; j++) {
+            const int k = p.k(j);
+            to[j] = base[(size_t)(k >> 5) * 2 * kTile + in_tile<T>(k & 31, at.lane)];
+        }
+    });
+    return true;
+}
+
+static bool unpack_vector(zl_context& c, int name, int layer, float* out, int count) {
+    const Sizes& n = c.n;
+    Layer* l = name > ZL_HEAD ? &c.layers[layer] : nullptr;
+    auto copy = [&](const float* from, int want) {
+        if (from && count == want) memcpy(out, from, (size_t)count * 4);
+        return from && count == want;
+    };
+    auto heads = [&](int first, int n_heads) {
+        if (!l->bqkv || count != n_heads * n.head_dim) return false;
+        for (int r = 0; r < count; r++) {
+            const int head = r / n.head_dim + first, d = r % n.head_dim, i = d < n.half ? d : d - n.half;
+            out[r] = l->bqkv[(size_t)(head * (n.head_pad / 32) + i / 16) * 32 + (d >= n.half) * 16 + i % 16];
+        }
+        return true;
+    };
+    switch (name) {
+        case ZL_NORM: return copy(c.norm, n.hidden);
+        case ZL_ATTN_NORM: return copy(l->attn_norm, n.hidden);
+        case ZL_MLP_NORM: return copy(l->mlp_norm, n.hidden);
+        case ZL_BQ: return heads(0, n.heads);
+        case ZL_BK: return heads(n.heads, n.kv_heads);
+        case ZL_BV: return heads(n.heads + n.kv_heads, n.kv_heads);
+        case ZL_BO: return copy(l->bo, n.hidden);
+        case ZL_BDOWN: return copy(l->bdown, n.hidden);
+        case ZL_BGATE:
+        case ZL_BUP: {
+            if (!l->bgu || count != n.ffn) return false;
+            for (int r = 0; r < count; r++) out[r] = l->bgu[(size_t)(r / 16) * 32 + (name == ZL_BUP) * 16 + r % 16];
+            return true;
+        }
+        default: return false;
+    }
+}
+
 }  // namespace zl
+
+int zl_unpack(zl_context* c, int name, int layer, void* out, int64_t rows, int64_t cols, int is_matrix) {
+    if (name > ZL_HEAD && (layer < 0 || layer >= c->n.layers)) return 0;
+    if (!is_matrix) return zl::unpack_vector(*c, name, layer, (float*)out, (int)cols);
+    if (c->config.is_bf16) return zl::unpack_matrix(*c, name, layer, (zl::bf16*)out, rows, cols);
+    return zl::unpack_matrix(*c, name, layer, (float*)out, rows, cols);
+}
 
 int zl_weight(zl_context* c, int name, int layer, const void* data, int64_t rows, int64_t cols, int is_matrix) {
     if (name > ZL_HEAD && (layer < 0 || layer >= c->n.layers)) return 0;

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from zl.errors import CapacityError, DeviceError, InvariantError, ShapeError
-from zl.gpu.kernels.rope import rope_table
+from zl.errors import CapacityError, DeviceError, InvariantError, ModelError, ShapeError
 from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
+from zl.gpu.native.packed import Packed, body_begin, read_head, write_head
 from zl.shapes import PAGE, ModelShape
+
+if TYPE_CHECKING:
+    import torch  # loaded only where tensors are packed: a start from packed weights saves its seconds
 
 _PROBLEMS = {
     1: "more tokens than max_step_tokens",
@@ -32,30 +35,32 @@ STAGES = (
 """Names of `NativeStep.times()`."""
 
 
-def pool_bytes(shape: ModelShape, n_pages: int, dtype: torch.dtype) -> int:
+def pool_bytes(shape: ModelShape, n_pages: int, item_bytes: int) -> int:
     """Count the bytes of the native KV pool: head_dim is padded by halves to multiples of 16."""
     head_pad = 2 * (-(-(shape.head_dim // 2) // 16) * 16)
-    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * dtype.itemsize
+    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * item_bytes
 
 
 class NativeStep:
     """Compute steps of a Llama-family model on the CPU.
 
     weights          canonical names; matrices all bf16 or all f32 (this decides the engine's dtype), read once, one
-                     after another, and not kept
+                     after another, and not kept. Or a Packed file, which decides dtype, level and library
     columns          gpu.pinned.RowColumns, or anything with the same arrays
     slots            two gpu.pinned.StepSlot
     max_step_tokens  most tokens one step may hold
     level            auto, amx, avx512, avx512f or avx2
-    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0, Q4_1
-                     and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
-    Raises           DeviceError, CapacityError, ShapeError
+    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0,
+                     Q4_1 and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
+    Raises           DeviceError, CapacityError, ShapeError; ModelError: a Packed file of another mould
     """
+
+    fallback = False
 
     def __init__(
         self,
         shape: ModelShape,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor] | Packed,
         columns: Any,
         slots: Sequence[Any],
         n_pages: int,
@@ -66,37 +71,42 @@ class NativeStep:
     ):
         self.shape = shape
         self.n_pages = n_pages
-        self.level = pick_level(level)
-        self.dtype = weights["embed"].dtype
-        if self.dtype not in (torch.bfloat16, torch.float32):
-            raise ShapeError("weights['embed'].dtype", self.dtype, "bfloat16 or float32")
+        packed = weights if isinstance(weights, Packed) else None
+        self.level = packed.level if packed is not None else pick_level(level)
+        self.dtype = _dtype_of(weights)
         if shape.head_dim % 2 or shape.head_dim > 128 or shape.n_heads % shape.n_kv_heads:
             raise ShapeError("head_dim", shape.head_dim, "an even number up to 128, n_heads a multiple of n_kv_heads")
-        self.name = f"native {self.level} {str(self.dtype).removeprefix('torch.')}"
+        self.name = f"native {self.level} {self.dtype}"
         if self.level == "amx":
             request_amx()  # before the worker threads start
-        self._lib = abi.load(library(self.level))
+        self._lib = abi.load(packed.library if packed is not None else library(self.level))
         self._keep = (columns, list(slots))  # the context holds addresses of their arrays
         self._max_rows, self._model_len = columns.prompt_ids.shape
         self._eos = np.array(shape.eos_ids, np.int32)
-        self._blocks = blocks if self.dtype == torch.bfloat16 else None
-        self._kinds = self._choose_kinds()
+        self._blocks = blocks if self.dtype == "bfloat16" else None
+        self._kinds = read_head(packed.weights)[0] if packed is not None else self._choose_kinds()
         config = abi.Config(
             shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
             self._max_rows, self._model_len, columns.page_table.shape[1], n_pages, max_step_tokens,
-            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data, self._kinds.ctypes.data,
+            n_threads, self.dtype == "bfloat16", len(self._eos), shape.rms_eps, self._eos.ctypes.data,
+            self._kinds.ctypes.data,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
         )
         if not self._context:
+            item = 2 if self.dtype == "bfloat16" else 4
             raise CapacityError(
                 f"no memory for the native step: {n_pages} KV pages take "
-                f"{pool_bytes(shape, n_pages, self.dtype) / 2**30:.2f} GiB beside the weights; lower pages or rows"
+                f"{pool_bytes(shape, n_pages, item) / 2**30:.2f} GiB beside the weights; lower pages or rows"
             )
         self._views()
         try:
-            self._load(weights)
+            if isinstance(weights, Packed):
+                with weights.weights.open("rb") as file:
+                    self._import(file.fileno(), weights.weights)
+            else:
+                self._load(weights)
         except BaseException:
             self.close()
             raise
@@ -122,6 +132,22 @@ class NativeStep:
         if context:
             self._lib.zl_close(context)
             del self.last_token, self.done, self.seen  # views of memory that is gone
+
+    def export(self, path: Path) -> None:
+        """Write the packed weights to a file that `Packed` names.
+
+        Raises  ModelError: the file cannot be written
+        """
+        with path.open("wb") as file:
+            write_head(file, self._kinds)
+            file.flush()  # the library writes to the descriptor
+            if not self._lib.zl_export(self._handle, file.fileno()):
+                raise ModelError(f"{path}: cannot write {self.packed_bytes >> 20} MiB of weights: free some space")
+
+    @property
+    def packed_bytes(self) -> int:
+        """Count the bytes that `export` writes."""
+        return int(self._lib.zl_packed_bytes(self._handle))
 
     def read_kv(self, layer: int, row: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Copy keys and values of `count` positions, f32 [count, n_kv_heads, head_dim]; no step in flight."""
@@ -158,30 +184,45 @@ class NativeStep:
         blocks  as at the start
         """
         self._lib.zl_unload(self._handle)
-        self._blocks = blocks if self.dtype == torch.bfloat16 else None
+        self._blocks = blocks if self.dtype == "bfloat16" else None
         try:
             self._load(weights)
         finally:
             self._blocks = None
 
+    def reimport(self, descriptor: int, path: Path) -> None:
+        """Read the packed weights again, in place, from an open file that `export` wrote; as `reload`."""
+        self._lib.zl_unload(self._handle)
+        self._import(descriptor, path)
+
+    def unpack(self, name: str, layer: int, out: np.ndarray) -> bool:
+        """Copy one tensor out of the packed weights, in its canonical orientation, for the fallback.
+
+        name  one of abi.WEIGHTS
+        out   matrices: uint16 (bf16) or float32 [rows, cols]; norms and biases: float32 [n]
+        Returns False where the model has no such bias
+        """
+        rows, cols = out.shape if out.ndim == 2 else (1, len(out))
+        number = abi.WEIGHTS.index(name)
+        return bool(self._lib.zl_unpack(self._handle, number, layer, out.ctypes.data, rows, cols, out.ndim == 2))
+
     def settle(self) -> None:
         """Block until no worker looks at any launched step. # sync"""
         self._lib.zl_settle(self._handle)
 
-    def pool(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Lay a tensor over the KV pool; not to be used after `close`.
+    def pool(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Lay an array over the KV pool; not to be used after `close`.
 
-        Returns  pool, the step's dtype [n_layers, n_pages, n_kv_heads, page_elems];
-                 k_at and v_at, i64 [PAGE, head_dim]: a token's and dimension's place within page_elems
+        Returns  pool, uint16 (bf16) or float32 [n_layers, n_pages, n_kv_heads, page_elems];
+                 k_at and v_at, int32 [PAGE, head_dim]: a token's and dimension's place within page_elems
         """
-        shape, elem = self.shape, self.dtype.itemsize
+        shape = self.shape
+        dtype = np.dtype(np.uint16 if self.dtype == "bfloat16" else np.float32)
         k_at, v_at = (np.empty((PAGE, shape.head_dim), np.int32) for _ in range(2))
         at = ctypes.c_void_p(self._lib.zl_pool(self._handle, k_at.ctypes.data, v_at.ctypes.data))
-        size = pool_bytes(shape, self.n_pages, self.dtype)
-        elems = size // (elem * shape.n_layers * self.n_pages * shape.n_kv_heads)
-        flat = torch.from_numpy(abi.view(at, (size,), np.uint8)).view(self.dtype)
-        data = flat.view(shape.n_layers, self.n_pages, shape.n_kv_heads, elems)
-        return data, torch.from_numpy(k_at).long(), torch.from_numpy(v_at).long()
+        heads = (shape.n_layers, self.n_pages, shape.n_kv_heads)
+        elems = pool_bytes(shape, self.n_pages, dtype.itemsize) // dtype.itemsize // int(np.prod(heads))
+        return abi.view(at, (*heads, elems), dtype), k_at, v_at
 
     def first_logits(self, out: np.ndarray) -> bool:
         """Copy the raw logits of the last step's first draw to `out`, f32 [vocab]; False where it drew nothing."""
@@ -216,7 +257,13 @@ class NativeStep:
         self.done = abi.view(pointers[1], (self._max_rows,), np.uint8)
         self.seen = abi.view(pointers[2], (self._max_rows, words), np.uint32)
 
+    def _import(self, descriptor: int, path: Path) -> None:
+        if not self._lib.zl_import(self._handle, descriptor, body_begin(self._kinds)):
+            raise ModelError(f"{path}: no packed weights of this model and layout, or cut short; build it again")
+
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        from zl.gpu.kernels.rope import rope_table
+
         cos, sin = (t.contiguous().float() for t in rope_table(self.shape, self._model_len))
         if not self._lib.zl_rope(self._handle, cos.data_ptr(), sin.data_ptr(), cos.shape[0]):
             raise ShapeError("rope table", tuple(cos.shape), f"at least {self._model_len} positions")
@@ -254,9 +301,10 @@ class NativeStep:
         return np.array(kinds, np.uint8)
 
     def _matrix(self, name: str, layer: int, full: str, weights: Mapping[str, torch.Tensor], kind: int) -> None:
+        self._put(name, layer, weights[full])
         found = self._blocks(full) if kind and self._blocks else None
         if found is None:
-            return self._put(name, layer, weights[full])
+            return
         data, number = np.ascontiguousarray(found[1]), abi.BLOCK_FORMATS[found[0]][0]
         if not self._lib.zl_blocks(
             self._handle, abi.WEIGHTS.index(name), layer, number, data.ctypes.data, data.shape[0], data.shape[1]
@@ -264,9 +312,20 @@ class NativeStep:
             raise ShapeError(f"blocks of {full}", (found[0], data.shape), f"what {self.shape} implies")
 
     def _put(self, name: str, layer: int, tensor: torch.Tensor) -> None:
+        import torch
+
         is_matrix = tensor.dim() == 2
-        data = tensor.detach().to(self.dtype if is_matrix else torch.float32).contiguous()
+        dtype = torch.bfloat16 if is_matrix and self.dtype == "bfloat16" else torch.float32
+        data = tensor.detach().to(dtype).contiguous()
         rows, cols = data.shape if is_matrix else (1, data.shape[0])
         number, at = abi.WEIGHTS.index(name), data.data_ptr()
         if not self._lib.zl_weight(self._handle, number, layer, at, rows, cols, is_matrix):
             raise ShapeError(f"weight {name} of layer {layer}", tuple(tensor.shape), f"what {self.shape} implies")
+
+
+def _dtype_of(weights: Mapping[str, torch.Tensor] | Packed) -> str:
+    """Name the matrices' dtype."""
+    name = weights.dtype if isinstance(weights, Packed) else str(weights["embed"].dtype).removeprefix("torch.")
+    if name not in ("bfloat16", "float32"):
+        raise ShapeError("weights['embed'].dtype", name, "bfloat16 or float32")
+    return name

@@ -1,0 +1,91 @@
+"""zl/gpu/programs.py: which program a device and a dtype get, and what that loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_cuda_step import SHAPE, SHAPES, make_tensors
+from zl.errors import DeviceError
+from zl.gpu.cuda_step import CudaStep
+from zl.gpu.pinned import RowColumns, StepSlot
+from zl.gpu.programs import open_engine
+from zl.gpu.torch_step import TorchStep
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Source:
+    """A model in memory; counts in which dtype each tensor was asked for."""
+
+    def __init__(self):
+        self.shape = SHAPE
+        self.tensors = make_tensors()
+        self.names = frozenset(self.tensors)
+        self.asked: dict[str, torch.dtype] = {}
+
+    def tensor(self, name, dtype):
+        self.asked[name] = dtype
+        return self.tensors[name].to(dtype)
+
+    def blocks(self, name):
+        return None
+
+
+class NoGpu:
+    """Says that it is a GPU; torch places everything on the CPU, so the program is the dry one."""
+
+    kind = "cuda"
+    name = "no GPU"
+    torch_device = "cpu"
+    run_ahead = 1
+
+
+def opened(dtype, **more):
+    lines, source = [], Source()
+    columns, slots = RowColumns(SHAPES), [StepSlot(SHAPES) for _ in range(2)]
+    engine = open_engine(NoGpu(), source, dtype, SHAPES, columns, slots, say=lines.append, **more)
+    return engine, source, lines, columns
+
+
+def test_bfloat16_on_cuda_takes_the_captured_program_and_uploads_with_progress():
+    shares = []
+    engine, source, lines, _ = opened(torch.bfloat16, progress=shares.append)
+    assert isinstance(engine, CudaStep)
+    assert lines[-1] == f"program: {engine.name}"
+    assert lines[-2].startswith("weights: 100% uploaded")
+    assert shares[-1] == 1.0
+    assert source.asked["layers.0.attn_norm"] == source.asked["layers.1.bq"] == torch.float32
+    assert source.asked["layers.0.wq"] == source.asked["embed"] == torch.bfloat16
+    engine.close()
+
+
+def test_float32_on_cuda_takes_the_twin_and_says_so():
+    engine, _, lines, _ = opened(torch.float32)
+    assert isinstance(engine, TorchStep)
+    assert "float32 takes the slow twin" in lines[0]
+
+
+def test_debug_addresses_reaches_the_program():
+    engine, _, _, columns = opened(torch.bfloat16, debug_addresses=True)
+    columns.seed = columns.seed.copy()
+    with pytest.raises(Exception, match=r"columns\.seed"):
+        engine.launch(0)
+
+
+def test_without_triton_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [n for n in sys.modules if n.startswith(("zl.gpu.kernels.", "zl.gpu.cuda_step"))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(DeviceError, match=r"triton.*zl\[cuda\]"):
+        opened(torch.bfloat16)
+
+
+def test_the_cpu_path_loads_no_triton():
+    code = "import sys, zl.gpu.programs, zl.build; print([n for n in sys.modules if n.split('.')[0] == 'triton'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
