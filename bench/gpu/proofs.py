@@ -84,7 +84,8 @@ def capture_equals_eager(report: Report, rig: Rig, n_prompt: int, n_new: int) ->
         found = rig.answer(prompt, n_new, launch=launch)
         own = rig.columns.page_table[0, : rig.row_pages].astype(np.int64)
         pages = torch.from_numpy(own).to(rig.device.torch_device)
-        seen.append((found, rig.engine._pool[:, :, pages], rig.engine._buffers[rig.engine._buckets[-1]].logits[:1].clone()))
+        logits = rig.engine._buffers[rig.engine._buckets[-1]].logits[:1].clone()
+        seen.append((found, rig.engine._pool[:, :, pages], logits))
     (a, pool_a, logits_a), (b, pool_b, logits_b) = seen
     same = [a == b, torch.equal(pool_a, pool_b), torch.equal(logits_a, logits_b)]
     report.prove(
