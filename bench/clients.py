@@ -11,8 +11,8 @@ import json
 import time
 from typing import Any, Protocol
 
-from bench.prompts import Prompt
-from bench.stats import Trace
+from zl.tools.prompts import Prompt
+from zl.tools.traces import Trace
 
 clock = time.perf_counter
 

@@ -149,7 +149,8 @@ def run(n_requests: int, n_orders: int, concurrency: int, most_tokens: int, flag
             wrong += len(bad)
             print(
                 f"order {order + 1}: {n_requests - len(bad)} of {n_requests} equal to the last bit, up to "
-                f"{concurrency} in flight, {cancelled} others cancelled, {time.monotonic() - begun:.1f} s {bad[:8] or ''}",
+                f"{concurrency} in flight, {cancelled} others cancelled, {time.monotonic() - begun:.1f} s "
+                f"{bad[:8] or ''}",
                 flush=True,
             )
         server.stop()

@@ -18,12 +18,12 @@ from typing import Any
 
 import uvloop
 
-from bench import prompts
 from bench.clients import Client, FrameClient, SseClient
 from bench.drivers.base import HOST, ROOT
 from bench.scenarios import burst
 from bench.serve import free_port
-from bench.stats import summarise
+from zl.tools import prompts
+from zl.tools.traces import summarise
 
 KINDS = ("frames", "sse")
 

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import prompts
 from bench.clients import Client, clock
-from bench.prompts import Prompt
-from bench.stats import Trace, gap_stretch, poisson_times
+from bench.stats import gap_stretch
+from zl.tools import prompts
+from zl.tools.prompts import Prompt
+from zl.tools.traces import Trace, poisson_times
 
 LONG_TOKENS = 3_500
 LONG_ANSWER = 16

@@ -28,9 +28,10 @@ from bench import procs, report
 from bench.drivers import Driver, MissingPeerError, Plan, driver, known
 from bench.drivers.base import HOST, ROOT
 from bench.procs import Server
-from bench.prompts import Prompt
 from bench.scenarios import POISSON_SHARE, SCENARIOS, Scenario, Size, capacity
-from bench.stats import alternating, summarise
+from bench.stats import alternating
+from zl.tools.prompts import Prompt
+from zl.tools.traces import summarise
 
 CACHE = Path.home() / ".cache/zl"
 DEFAULT_GGUF = CACHE / "models/SmolLM2-135M-Instruct.Q4_1.gguf"

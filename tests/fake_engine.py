@@ -46,6 +46,7 @@ class FakeEngine:
     columns: RowColumns
     slots: list[StepSlot]
     n_pages: int
+    fallback: bool = False
     log: list[tuple[str, int]] = field(default_factory=list)
     fail_at: int = -1
     nan_rows: set[int] = field(default_factory=set)

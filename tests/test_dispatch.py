@@ -42,7 +42,7 @@ def test_columns_are_complete_before_the_engine_hears_of_the_row():
     dispatcher, _, columns = make()
     seen = {}
 
-    def notify(ticket, prefix, prompt_len):
+    def notify(ticket, prefix, prompt_len, program):
         row = ticket.row
         seen.update(
             ids=columns.prompt_ids[row, :prompt_len].tolist(), table=columns.page_table[row].tolist(),
@@ -140,7 +140,7 @@ def test_page_tables_share_constant_pages_and_nothing_else():
     a, b = (job(3 * PAGE, 4, prefix_len=2 * PAGE) for _ in range(2))
     for each in (a, b):
         dispatcher.admit(each, 0.0)
-    table_a, table_b = (columns.page_table[ticket.row].tolist() for ticket, _, _ in seated)
+    table_a, table_b = (columns.page_table[ticket.row].tolist() for ticket, *_ in seated)
     assert table_a[:2] == table_b[:2] == a.prefix.pages.tolist()
     assert not set(table_a[2:4]) & set(table_b[2:4])
     free(dispatcher, a)

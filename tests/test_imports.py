@@ -68,11 +68,19 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.programs": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
+    "zl.builder": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
+    "zl.artifact": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
+    "zl.facts": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
+    "zl.filehash": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
+    "zl.phases": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
+    "zl.warm": {"torch", "zl.gpu", "zl.net.protocol"},
+    "zl.gpu.native.packed": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.metrics": {"torch", "asyncio"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
+    "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }
 FREE = ("zl", "zl.net", "zl.sampling", "zl.server", "zl.cli", "zl.__main__")  # empty packages, and those that wire

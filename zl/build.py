@@ -1,30 +1,33 @@
-"""The build: decide everything that can be decided before a request arrives, and hash what decides an output.
+"""The build: decide everything that can be decided before a request arrives.
 
-State: none; `prepare` returns one frozen Build. Refuses net, dispatch and asyncio, and within gpu the loop and staging.
+State: none; `prepare` returns one frozen Build, from an artifact where there is one. Refuses net, dispatch and asyncio,
+and within gpu the loop and staging. torch is loaded only where no artifact helps.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-import zl
+from zl import artifact as artifacts
+from zl import facts
+from zl.artifact import Artifact, HashCheck
 from zl.config import Settings
-from zl.errors import CapacityError, ConfigError
-from zl.gpu import cuda_memory
+from zl.errors import CapacityError, ConfigError, ModelError
 from zl.gpu.device import Device, open_device
-from zl.gpu.weights import WeightSource, open_model
-from zl.sampling import profiles
+from zl.gpu.native.build import available_levels, pick_level
+from zl.gpu.native.packed import Packed
+from zl.phases import Phases
 from zl.shapes import PAGE, ModelShape, Shapes, pages_for
+from zl.text.detok import TokenTable
 from zl.text.prompt import PromptBuilder
 from zl.text.tokenizer import TextModel, text_model
+
+if TYPE_CHECKING:
+    from zl.gpu.weights import WeightSource
 
 CPU_KV_BYTES = 2 << 30
 """Upper bound of the KV pool on a CPU when no size is given: 91 thousand tokens of the default model."""
@@ -34,6 +37,8 @@ RESERVE_BYTES = 256 << 20
 
 CUDA_RESERVE_BYTES = 1 << 30
 """Device memory left alone: the allocator rounds every tensor above 1 MiB up to 2 MiB, and others may hold some too."""
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -66,72 +71,170 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Build:
-    """All that serving needs, decided."""
+    """All that serving needs, decided. `weights`: the opened model, or what an artifact has packed."""
 
     settings: Settings
     device: Device
-    source: WeightSource
+    weights: WeightSource | Packed
     model: ModelShape
     text: TextModel
+    tokens: TokenTable
     prompts: PromptBuilder
     shapes: Shapes
-    dtype: torch.dtype
+    dtype: str
     memory: MemoryPlan
     build_id: str
 
 
-def prepare(settings: Settings, path: Path, say: Callable[[str], None]) -> Build:
+def prepare(settings: Settings, path: Path, say: Say, phases: Phases | None = None) -> Build:
     """Open the model and the device and decide the shapes.
 
+    path    a model, or an artifact of `zl build`
     say     called with one line a decision
     Raises  ModelError, ConfigError, CapacityError, DeviceError: one line each
     """
-    device, why = open_device(settings.device)
+    phases = phases if phases is not None else Phases()
+    if artifacts.is_artifact(path):
+        with phases("artifact"):
+            artifact = artifacts.read(path)
+            settings = artifacts.fit(artifact, settings)
+            artifact.check_sizes()
+        say(f"artifact {path}: {artifact.model.name}, build {artifact.build_id[:16]}")
+        return _from_artifact(artifact, settings, say, phases)
+    with phases("device"):
+        device, why = open_device(settings.device)
+    native = device.kind == "cpu" and settings.cpu_level != "torch" and bool(available_levels())
+    if settings.artifact == "off" or not native or not path.exists():
+        return _from_model(settings, path, device, why, say, phases)
+    try:
+        return _from_cache(settings, path, say, phases)
+    except _NoArtifactError as reason:
+        say(f"no artifact: {reason}")
+        return _from_model(settings, path, device, why, say, phases)
+
+
+class _NoArtifactError(Exception):
+    """The model must be served without an artifact, and why."""
+
+
+def _from_cache(settings: Settings, path: Path, say: Say, phases: Phases) -> Build:
+    """Serve from the cached artifact of this build; make it first where there is none, or a damaged one."""
+    with phases("artifact"):
+        found = artifacts.find(path, settings, pick_level(settings.cpu_level))
+    if found is not None:
+        try:
+            found.check_sizes()
+            build = _from_artifact(found, settings, say, phases)
+        except ModelError as damage:
+            say(f"{damage}")
+        else:
+            say(f"artifact {found.folder} of the cache, build {found.build_id[:16]}")
+            return build
+    return _from_artifact(_make(settings, path, say), settings, say, phases)
+
+
+def _make(settings: Settings, path: Path, say: Say) -> Artifact:
+    from zl.builder import Builder, level_for, prune
+
+    try:
+        level = level_for(settings, "cpu")
+    except ConfigError as reason:
+        raise _NoArtifactError(str(reason)) from reason
+    say("first start of this build: making an artifact, so that the next start is quick (--artifact off: never)")
+    own = Phases()
+    builder = Builder(path, dataclasses.replace(settings, system_prompts=()), level, own)
+    try:
+        made = builder.build()
+    except ModelError as failure:
+        raise _NoArtifactError(str(failure)) from failure
+    total = sum(own.seconds.values())
+    size = _size(sum(entry.bytes for entry in made.files.values()))
+    say(f"artifact {made.folder}: {size}, made in {total:.1f} s")
+    for folder in prune(made.folder):
+        say(f"artifact {folder}: not used for long, deleted")
+    return made
+
+
+def _from_artifact(artifact: Artifact, settings: Settings, say: Say, phases: Phases) -> Build:
+    check = HashCheck(artifact)
+    try:
+        with phases("device"):
+            device, why = open_device("cpu")
+        with phases("tokenizer"):
+            text, tokens = artifact.read_text()
+        build = _decide(settings, device, why, artifact.packed, artifact.model, text, tokens, artifact.build_id,
+                        say, phases)  # fmt: skip
+    finally:
+        with phases("check hashes"):
+            check.wait()
+    from zl.builder import used
+
+    used(artifact.folder)
+    return build
+
+
+def _from_model(settings: Settings, path: Path, device: Device, why: str, say: Say, phases: Phases) -> Build:
+    with phases("open the model"):
+        from zl.gpu.weights import open_model
+
+        source = open_model(path)
+    with phases("tokenizer"):
+        text = text_model(source)
+        tokens = TokenTable(text)
+    with phases("hash the model"):
+        from zl.gpu.programs import program_of
+
+        program = program_of(device.kind, settings.cpu_level)
+        known = facts.known_facts(settings, source.shape, program, "cpu" if device.kind == "cpu" else device.name)
+        build_id = facts.build_id(facts.whole_facts(known, source.sha256, text.sha256))
+    return _decide(settings, device, why, source, source.shape, text, tokens, build_id, say, phases)
+
+
+def _decide(
+    settings: Settings,
+    device: Device,
+    why: str,
+    weights: WeightSource | Packed,
+    model: ModelShape,
+    text: TextModel,
+    tokens: TokenTable,
+    build_id: str,
+    say: Say,
+    phases: Phases,
+) -> Build:
     say(why)
-    source = open_model(path)
-    model = source.shape
-    text = text_model(source)
     if text.vocab_size > model.vocab:
-        raise ConfigError(
-            f"{path}: the tokenizer has {text.vocab_size} ids, the embedding {model.vocab} rows; the file is not whole"
+        raise ModelError(
+            f"{model.name}: the tokenizer has {text.vocab_size} ids, the embedding {model.vocab} rows; "
+            "the file is not whole, fetch it again"
         )
-    dtype = _dtype(settings.dtype)
-    max_model_len = min(settings.max_model_len, model.max_position)
-    shapes = Shapes(
-        max_rows=settings.max_rows,
-        max_model_len=max_model_len,
-        max_tokens=min(settings.max_tokens, max_model_len - 1),
-        default_tokens=min(settings.default_tokens, max_model_len - 1),
-        system_tokens=settings.system_tokens,
-        context_tokens=settings.context_tokens,
-        step_tokens=settings.step_tokens,
-    )
+    dtype = facts.dtype_of(settings)
+    shapes = facts.shapes_of(settings, model)
     n_pages, memory = plan_memory(settings, model, shapes, device, dtype)
-    shapes = Shapes(**{name: getattr(shapes, name) for name in Shapes.__dataclass_fields__} | {"n_pages": n_pages})
+    shapes = dataclasses.replace(shapes, n_pages=n_pages)
     say(memory.line(n_pages))
-    prompts = PromptBuilder(text, shapes, on_over=settings.over_budget)
-    return Build(
-        settings, device, source, model, text, prompts, shapes, dtype, memory, build_id(source, text, dtype, device)
-    )
+    with phases("prompt layouts"):
+        prompts = PromptBuilder(text, shapes, on_over=settings.over_budget)
+    return Build(settings, device, weights, model, text, tokens, prompts, shapes, dtype, memory, build_id)
 
 
-def page_bytes(model: ModelShape, dtype: torch.dtype) -> int:
+def page_bytes(model: ModelShape, dtype: str) -> int:
     """Bytes of one page of K and V over all layers."""
-    return 2 * model.n_layers * PAGE * model.n_kv_heads * model.head_dim * dtype.itemsize
+    return 2 * model.n_layers * PAGE * model.n_kv_heads * model.head_dim * facts.ITEM_BYTES[dtype]
 
 
-def weight_bytes(model: ModelShape, dtype: torch.dtype) -> int:
+def weight_bytes(model: ModelShape, dtype: str) -> int:
     """Bytes of the weights in `dtype`; a tied head is counted twice, since programs pack it for themselves."""
     attention = model.hidden * model.head_dim * 2 * (model.n_heads + model.n_kv_heads)
     layer = attention + 3 * model.hidden * model.ffn + 2 * model.hidden
-    return (model.n_layers * layer + 2 * model.vocab * model.hidden + model.hidden) * dtype.itemsize
+    return (model.n_layers * layer + 2 * model.vocab * model.hidden + model.hidden) * facts.ITEM_BYTES[dtype]
 
 
 def plan_memory(
-    settings: Settings, model: ModelShape, shapes: Shapes, device: Device, dtype: torch.dtype
+    settings: Settings, model: ModelShape, shapes: Shapes, device: Device, dtype: str
 ) -> tuple[int, MemoryPlan]:
     """Choose the number of KV pages; CapacityError, with the numbers, where not even one full row fits."""
-    if device.kind != "cpu" and dtype == torch.bfloat16:
+    if device.kind != "cpu" and dtype == "bfloat16":
         return _plan_cuda(settings, model, shapes, device)
     free, _ = device.memory()
     page = page_bytes(model, dtype)
@@ -161,8 +264,10 @@ def plan_memory(
 
 def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: Device) -> tuple[int, MemoryPlan]:
     """Plan the captured program's memory: what it allocates is known to the byte, but for the programs themselves."""
+    from zl.gpu import cuda_memory
+
     free, _ = device.memory()
-    page = page_bytes(model, torch.bfloat16)
+    page = page_bytes(model, "bfloat16")
     weights = cuda_memory.weight_bytes(model, o_bias=model.attention_bias)
     programs = cuda_memory.program_bytes(model, shapes)
     buffers = cuda_memory.buffer_bytes(model, shapes)
@@ -189,49 +294,6 @@ def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: De
     return n_pages, MemoryPlan(
         weights, n_pages * page, columns, free, programs, buffers, CUDA_RESERVE_BYTES, on_device=True
     )
-
-
-def build_id(source: WeightSource, text: TextModel, dtype: torch.dtype, device: Device) -> str:
-    """Hash all that decides an output: weights, tokenizer, template, profiles, code, versions, processor features."""
-    facts = {
-        "weights": source.sha256,
-        "text": text.sha256,
-        "dtype": str(dtype),
-        "device": device.kind,
-        "machine": _processor(device),
-        "profiles": profiles.HASH,
-        "code": _code_hash(),
-        "versions": {"zl": zl.__version__, "torch": torch.__version__, "numpy": np.__version__},
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _code_hash() -> str:
-    """Hash the sources that compute: all but the wire, the command line and the plumbing."""
-    root = Path(__file__).parent
-    native = (root / "gpu" / "native").glob("*.[ch]*")
-    files = [*(root / "gpu").rglob("*.py"), *native, *(root / "sampling").glob("*.py")]
-    digest = hashlib.sha256()
-    for file in sorted(set(files)):
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _processor(device: Device) -> str:
-    """Name what the kernels' choice hangs on: instruction sets on a CPU, the model of a GPU."""
-    if device.kind != "cpu":
-        return device.name
-    interesting = {"avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
-    flags: set[str] = set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            flags = set(line.split(":", 1)[1].split())
-            break
-    return f"{platform.machine()} {' '.join(sorted(flags & interesting))}"
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.float32 if name == "float32" else torch.bfloat16
 
 
 def _size(n_bytes: int) -> str:

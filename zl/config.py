@@ -88,6 +88,7 @@ class Settings:
     threads: int = _count("model", 0, 1_024, 0, "compute threads on the CPU; 0 takes one for each core")
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
+    artifact: str = _choice("model", ("auto", "off"), "auto", "auto keeps each build in the cache for a quick start")
     debug_addresses: str = _choice("model", ("off", "on"), "off", "on CUDA, check before each step that nothing moved")
 
     listen: tuple[str, ...] = _setting(default_listen, _LISTEN)

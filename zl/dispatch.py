@@ -48,7 +48,8 @@ class Dispatcher:
     """Seat jobs on rows, first come first served among those that fit.
 
     columns  gpu.pinned.RowColumns, written here for rows that are being seated
-    notify   called with each Ticket once its columns are complete: the crossing to the engine thread
+    notify   called with each Ticket, its prefix, prompt length and sampling program once its columns are complete:
+             the crossing to the engine thread
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Dispatcher:
         rows: Rows,
         pages: PageBooks,
         columns: Any,
-        notify: Callable[[Ticket, Any, int], None],
+        notify: Callable[[Ticket, Any, int, int], None],
         limits: Limits | None = None,
     ):
         self._shapes = shapes
@@ -151,6 +152,23 @@ class Dispatcher:
         self.counters.retired += 1
         self._finish_times.append(now)
 
+    def pin(self, prompt: np.ndarray, prefix_len: int) -> int:
+        """Keep the constant pages of a prompt for good; return how many tokens these hold, 0 where there are none.
+
+        prompt      int32, all tokens of a request whose prefix has been computed
+        prefix_len  text.prompt.Prompt.prefix_len
+        """
+        n_shared = shareable(prefix_len, len(prompt))
+        prefix = self._pages.find_prefix(prompt[:n_shared]) if n_shared else None
+        if prefix is None or not prefix.ready:
+            return 0
+        self._pages.pin(prefix)
+        return n_shared
+
+    def pages_left(self) -> int:
+        """Count the pages that requests could have now."""
+        return self._pages.available()
+
     def expired(self, now: float) -> list[Job]:
         """List the jobs, waiting or seated, whose deadline has passed."""
         jobs = [*self._queue, *self.rows.jobs()]
@@ -187,14 +205,14 @@ class Dispatcher:
         self._write_columns(ticket.row, job, np.concatenate([shared, job.pages]))
         job.seated = now
         self.counters.seated += 1
-        self._notify(ticket, prefix, len(job.prompt))
+        self._notify(ticket, prefix, len(job.prompt), profiles.program_of(job.sampling))
         return True
 
     def _shareable(self, job: Job) -> int:
-        """Count the prompt tokens that constant pages may hold: whole pages of the system part, never the last one."""
+        """Count the prompt tokens that may live on constant pages."""
         if not self._limits.share_prefixes:
             return 0
-        return min(job.prefix_len, len(job.prompt) - 1) // PAGE * PAGE
+        return shareable(job.prefix_len, len(job.prompt))
 
     def _write_columns(self, row: int, job: Job, table: np.ndarray) -> None:
         columns = self._columns
@@ -209,3 +227,8 @@ class Dispatcher:
         times = self._finish_times
         gap = (now - times[0]) / len(times) if times else 0.5
         return int(min(10.0, max(0.05, gap)) * 1_000)
+
+
+def shareable(prefix_len: int, n_prompt: int) -> int:
+    """Count a prompt's tokens that may live on constant pages: whole pages of the system part, never the last token."""
+    return min(prefix_len, n_prompt - 1) // PAGE * PAGE

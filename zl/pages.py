@@ -1,7 +1,7 @@
 """Page books: which KV page belongs to whom, and the constant pages that rows share.
 
 State: the free list, an owner flag a page, the prefixes by their tokens; the event-loop thread alone writes them.
-A `Prefix` is also read and advanced by the engine thread, in the one field that says so. Refuses torch, asyncio and net.
+A `Prefix` is also read and advanced by the engine thread, in the field that says so. Refuses torch, asyncio and net.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from pathlib import Path
 import uvloop
 
 import zl
+from zl import warm
 from zl.address import parse_address
 from zl.build import Build, prepare
 from zl.config import Settings
@@ -34,34 +35,15 @@ from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, bind_all, listen, systemd_sockets, tls_context, unbind
 from zl.net.protocol import Net
 from zl.pages import PageBooks
+from zl.phases import Phases, since_exec
 from zl.rows import Rows
 from zl.service import Service
 from zl.shapes import MAX_MESSAGES
-from zl.text.detok import TokenTable
 
 log = logging.getLogger("zl")
 
 FLUSH_S = 2.0
 """How long closing connections may take to send what is queued for them."""
-
-
-class Canary:
-    """A request of our own, sent before anybody is let in: it proves the whole path, and its pages are warm then."""
-
-    def __init__(self) -> None:
-        self.frames: list[bytes] = []
-        self.done = asyncio.Event()
-
-    def queue(self, data: bytes) -> None:
-        """Keep a frame."""
-        self.frames.append(data)
-
-    def finished(self, request_id: int) -> None:  # noqa: ARG002
-        """Note the end."""
-        self.done.set()
-
-    def flush(self) -> None:
-        """Nothing to write to."""
 
 
 class Server:
@@ -87,7 +69,7 @@ class Server:
         )
         self.service = Service(
             prompts=build.prompts,
-            tokens=TokenTable(build.text),
+            tokens=build.tokens,
             vocab_size=build.text.vocab_size,
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
@@ -105,13 +87,23 @@ class Server:
         self.listeners: Listeners | None = None
         self.metrics: MetricsServer | None = None
 
-    async def start(self, bounds: list[Bound], tls: ssl.SSLContext | None) -> None:
-        """Prove the engine with a canary, then let peers in. Raises ZlError where one of these fails."""
+    async def start(self, bounds: list[Bound], tls: ssl.SSLContext | None, phases: Phases) -> None:
+        """Prove the engine, compute the configured system prompts, then let peers in. ZlError: one of these failed."""
         settings = self._build.settings
         if settings.metrics != "off":
             self.metrics = MetricsServer(settings.metrics, self._gauges())
         self.generation.start()
-        await self._canary()
+        with phases("first request"):
+            try:
+                await warm.prove(self.service, self._stop)
+            except DeviceError as error:
+                why = f" ({self._failure})" if self._failure is not None else ""
+                raise DeviceError(f"{error}{why}") from self._failure
+        with phases("system prompts"):
+            texts, shapes = settings.system_prompts, self._build.shapes
+            kept = await warm.keep_prompts(self.service, self._build.prompts, texts, shapes, self._stop)
+        if kept:
+            log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
         self.listeners = await listen(bounds, self.net.connection, tls=tls)
 
     async def wait(self) -> int:
@@ -157,22 +149,6 @@ class Server:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(tell)
 
-    async def _canary(self) -> None:
-        conn = Canary()
-        request = codec.Request(request_id=1, messages=[b"Hello"], max_tokens=4, temperature=0.0, ignore_eos=True)
-        self.service.submit(conn, request)
-        stopped = asyncio.ensure_future(self._stop.wait())
-        done = asyncio.ensure_future(conn.done.wait())
-        await asyncio.wait({stopped, done}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        done.cancel()
-        last = codec.decode_response(conn.frames[-1][4:]) if conn.frames else None
-        if last is None or last.error is not None:
-            why = self._failure or (last.error if last is not None else "no answer")
-            raise DeviceError(f"the model did not answer a first request: {why}")
-        while self.rows.in_use:
-            await asyncio.sleep(0.001)
-
     async def _drain(self) -> None:
         self.service.accepting = False
         if self.listeners is not None:
@@ -214,7 +190,7 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     columns = RowColumns(build.shapes, build.device.allocate)
     slots = [StepSlot(build.shapes, build.device.allocate) for _ in range(max(N_SLOTS, run_ahead + 1))]
     engine = open_engine(
-        build.device, build.source, build.dtype, build.shapes, columns, slots,
+        build.device, build.model, build.weights, build.dtype, build.shapes, columns, slots,
         threads=build.settings.threads, level=build.settings.cpu_level, say=say,
         debug_addresses=build.settings.debug_addresses == "on",
     )  # fmt: skip
@@ -226,28 +202,33 @@ def run(settings: Settings) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(levelname)s %(message)s", force=True
     )
-    begun = time.monotonic()
+    phases = Phases()
+    phases.add("interpreter and imports", since_exec())
     tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     # Bound first: a port in use is known in a moment, and peers that connect while the model loads wait and are served.
     bounds = systemd_sockets(os.environ, os.getpid()) or bind_all(parse_address(text) for text in settings.listen)
     try:
-        build = prepare(settings, Path(settings.model), log.info)
-        engine, columns, slots, run_ahead = open_build(build, log.info)
+        build = prepare(settings, Path(settings.model), log.info, phases)
+        with phases("weights and KV pool"):
+            engine, columns, slots, run_ahead = open_build(build, log.info)
     except BaseException:
         for bound in bounds:
             unbind(bound)
         raise
 
     async def main() -> int:
-        server = Server(build, engine, columns, slots, run_ahead)
+        with phases("arena and wiring"):
+            server = Server(build, engine, columns, slots, run_ahead)
         try:
             with _signals(server):
-                await server.start(bounds, tls)
+                await server.start(bounds, tls, phases)
                 assert server.listeners is not None
+                elapsed = since_exec()
+                for line in phases.lines("ready", elapsed):
+                    log.info(line)
                 print(
-                    f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, "
-                    f"{str(build.dtype).removeprefix('torch.')} on {build.device.name}, "
-                    f"{build.shapes.max_rows} rows, ready after {time.monotonic() - begun:.1f} s",
+                    f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, {build.dtype} on "
+                    f"{build.device.name}, {build.shapes.max_rows} rows, ready after {elapsed:.1f} s",
                     flush=True,
                 )
                 return await server.wait()

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from bench.drivers.base import ROOT, MissingPeerError, environment, python_of
-from bench.prompts import SYSTEM, Prompt, text
 from bench.serve import CACHE, DEFAULT_GGUF
-from bench.stats import describe, ratios
+from bench.stats import ratios
 from zl.dispatch import Dispatcher
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import RowColumns
@@ -36,6 +35,8 @@ from zl.shapes import Shapes
 from zl.text.detok import TokenTable
 from zl.text.prompt import PromptBuilder
 from zl.text.tokenizer import text_model
+from zl.tools.prompts import SYSTEM, Prompt, text
+from zl.tools.traces import describe
 
 N_ROWS = 128
 REQUEST_BYTES = 1_600

@@ -11,22 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import prompts, report, serve
+from bench import report, serve
 from bench.clients import FrameClient, FrameConnection, SseClient, SseConnection
 from bench.drivers import driver, known
 from bench.drivers.base import HOST, MissingPeerError, Plan, python_of
 from bench.scenarios import SCENARIOS, Size, arrivals, burst
-from bench.stats import (
-    Trace,
-    alternating,
-    describe,
-    gap_stretch,
-    percentile,
-    poisson_times,
-    ratios,
-    summarise,
-)
+from bench.stats import alternating, gap_stretch, ratios
 from zl.net import codec
+from zl.tools import prompts
+from zl.tools.traces import Trace, describe, percentile, poisson_times, summarise
 
 
 def test_percentile_agrees_with_numpy():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -220,15 +221,36 @@ def test_load_reads_prompts_with_their_own_lengths(tmp_path):
     assert zl("load", f"unix:{tmp_path}/none").returncode == 4
 
 
-def test_load_reports_a_server_that_fails():
+def test_load_reports_a_server_that_hangs_up_or_says_nothing():
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        def hang_up():
-            for _ in range(2):
-                listening.accept()[0].close()
+        address = f"tcp:127.0.0.1:{listening.getsockname()[1]}"
+        done = zl("load", address, "--streams", "1", "--tokens", "4", "--timeout", "0.2")
+        assert (done.returncode, b"no token has come for 0.2 s" in done.stderr) == (4, True)
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):  # the end of the test
+                while True:
+                    listening.accept()[0].close()
+
         thread = threading.Thread(target=hang_up)
         thread.start()
-        done = zl("load", f"tcp:127.0.0.1:{listening.getsockname()[1]}", "--streams", "1", "--tokens", "4")
-        socket.create_connection(listening.getsockname()).close()
+        done = zl("load", address, "--streams", "1", "--tokens", "4")
+        listening.shutdown(socket.SHUT_RDWR)
         thread.join(10)
-    assert done.returncode == 4
-    assert b"requests failed" in done.stderr
+        assert done.returncode == 4
+        assert b"requests failed" in done.stderr
+
+
+def test_load_shows_progress_on_a_terminal(server):
+    master, slave = pty.openpty()
+    with subprocess.Popen([sys.executable, "-m", "zl", "load", server.address, "--prompts", "/dev/stdin", "--streams",
+                           "1", "--timeout", "1.2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=slave,
+                          env=ENV) as process:  # fmt: skip
+        os.close(slave)
+        process.communicate(b'{"messages": ["hang"], "max_tokens": 9}', timeout=30)
+        assert process.returncode == 4
+    fcntl.fcntl(master, fcntl.F_SETFL, os.O_NONBLOCK)
+    shown = os.read(master, 65_536)
+    os.close(master)
+    assert b"2 tokens" in shown
+    assert b"no token has come" in shown

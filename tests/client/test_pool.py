@@ -102,9 +102,9 @@ def test_the_deadline_shrinks_with_each_attempt(tmp_path):
     with BusyServer(1, Code.OVERLOADED, 400, tmp_path / "b") as server:
         # The pause ends before the deadline, but the sleep took longer than it should.
         slow = Clock()
-        with Pool(server.address, clock=slow, sleep=lambda seconds: slow.sleep(seconds + 1)) as pool:
-            with pytest.raises(DeadlineExceeded):
-                pool.ask("say x", deadline_ms=1_000)
+        pool = Pool(server.address, clock=slow, sleep=lambda seconds: slow.sleep(seconds + 1))
+        with pool, pytest.raises(DeadlineExceeded):
+            pool.ask("say x", deadline_ms=1_000)
 
 
 def test_what_only_the_caller_can_mend_is_not_tried_again(three):

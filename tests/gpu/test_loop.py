@@ -75,10 +75,12 @@ class House:
         self.taken.release(2)
         self.loop.stop()
 
-    def submit(self, request_id, prompt, *, seed=1, max_new=8, prefix_len=0, ignore_eos=False) -> Job:
+    def submit(
+        self, request_id, prompt, *, seed=1, max_new=8, prefix_len=0, ignore_eos=False, type=0, temperature=None
+    ) -> Job:
         job = Job(
             conn=None, request_id=request_id, prompt=np.array(prompt, np.int32), prefix_len=prefix_len,
-            max_new=max_new, sampling=profiles.resolve(0, None, None, None), seed=seed, stream=None, arrived=0.0,
+            max_new=max_new, sampling=profiles.resolve(type, temperature), seed=seed, stream=None, arrived=0.0,
             ignore_eos=ignore_eos,
         )  # fmt: skip
         self.answers[request_id] = []
@@ -306,6 +308,37 @@ def test_random_schedules_change_no_token(house, seed):
     for request_id, answer in wanted.items():
         assert h.answers[request_id] == answer, request_id
     assert h.dispatcher.counters.seated == h.dispatcher.counters.retired
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_steps_are_counted_by_what_samples_them(house, run_ahead):
+    h = house(run_ahead=run_ahead)
+    alone = {}
+    for name, options in (("CHAT", {}), ("CREATIVE", {"type": 2}), ("generic", {"temperature": 0.1})):
+        before = list(h.loop.counters.by_program)
+        h.submit(1, [1, 2, 3], max_new=6, ignore_eos=True, **options)
+        h.settle()
+        alone[name] = [now - then for now, then in zip(h.loop.counters.by_program, before, strict=True)]
+    n = 6 + run_ahead  # the loop learns of an end when it has launched `run_ahead` steps more
+    assert alone == {"CHAT": [n, 0, 0, 0], "CREATIVE": [0, 0, n, 0], "generic": [0, 0, 0, n]}
+    assert h.loop.counters.mixed == 0
+    h.submit(1, [1, 2, 3], max_new=12, ignore_eos=True)
+    h.turn()
+    h.submit(2, [1, 2, 3], max_new=4, ignore_eos=True, type=1)
+    h.settle()
+    counters = h.loop.counters
+    assert 4 <= counters.mixed <= 4 + run_ahead
+    assert sum(counters.by_program) + counters.mixed == counters.steps
+    assert counters.fallback == 0
+    assert not any(h.loop._sampling), "every seat that came has gone"
+
+
+def test_steps_of_the_slow_twin_count_as_fallback(house):
+    h = house()
+    h.engine.fallback = True
+    h.submit(1, list(range(80)), max_new=3, ignore_eos=True)
+    h.settle()
+    assert h.loop.counters.fallback == h.loop.counters.steps > h.loop.counters.by_program[0]
 
 
 def retire_early(by):

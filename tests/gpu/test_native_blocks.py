@@ -65,8 +65,8 @@ def results(bench: Bench, n_rows: int, vocab: int) -> list[bytes]:
 Q4 = dict.fromkeys(("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"), "Q4_1")
 CASES = {
     "q4_1": (tiny(), {**Q4, "embed": "Q8_0"}),
-    "q4_0": (tiny(tied=False), {**{n: "Q4_0" for n in Q4}, "head": "Q4_0"}),
-    "q8_0": (tiny(), {**{n: "Q8_0" for n in Q4}, "embed": "Q8_0"}),
+    "q4_0": (tiny(tied=False), {**dict.fromkeys(Q4, "Q4_0"), "head": "Q4_0"}),
+    "q8_0": (tiny(), {**dict.fromkeys(Q4, "Q8_0"), "embed": "Q8_0"}),
     "mixed_kinds": (tiny(tied=False), {**Q4, "wv": "Q8_0", "w_up": "Q4_0", "w_down": "Q8_0", "head": "Q4_1"}),
     "torn_heads": (tiny(head_dim=48, n_heads=6, n_kv_heads=2), {**Q4, "embed": "Q4_1"}),
     "biases": (tiny(attention_bias=True, mlp_bias=True, vocab=333), {**Q4, "embed": "Q8_0"}),
@@ -81,8 +81,9 @@ def test_blocks_and_prepacked_weights_give_the_same_bits(case: str, level: str) 
     for n_rows in (1, 2, 7, 16, 17, 33, 70):
         found = []
         for source in (None, blocks.get):
-            with Bench(shape, weights, rows=80, n_pages=160, step_tokens=512, threads=2, level=level, blocks=source) as b:
-                found.append(results(b, n_rows, shape.vocab))
+            sizes = {"rows": 80, "n_pages": 160, "step_tokens": 512, "threads": 2}
+            with Bench(shape, weights, **sizes, level=level, blocks=source) as bench:
+                found.append(results(bench, n_rows, shape.vocab))
         assert found[0] == found[1]
 
 

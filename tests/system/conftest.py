@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,11 @@ from pathlib import Path
 import pytest
 
 READY_S = 120
+
+CONSTANT_PROMPT = (
+    "You are a travel guide for the Alps. Answer in at most three sentences, name heights in metres, and never advise "
+    "a route that needs a rope. If you do not know a place, say so."
+)
 
 
 class ServerProcess:
@@ -94,3 +100,32 @@ def server(tmp_path_factory, gguf_path) -> Iterator[ServerProcess]:
 def default_server(tmp_path_factory, gguf_path) -> Iterator[ServerProcess]:
     """The embedded model as a user gets it."""
     yield from serving(tmp_path_factory.mktemp("default"), "--model", str(gguf_path))
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory, gguf_path) -> Path:
+    """An artifact of the embedded model, made by `zl build`."""
+    out = tmp_path_factory.mktemp("built") / "artifact"
+    command = [sys.executable, "-m", "zl", "build", str(gguf_path), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}\n"
+    return out
+
+
+@pytest.fixture(scope="session")
+def artifact_server(tmp_path_factory, artifact) -> Iterator[ServerProcess]:
+    """The artifact, with a constant system prompt."""
+    env = {"ZL_SYSTEM_PROMPTS": json.dumps([CONSTANT_PROMPT])}
+    yield from serving(tmp_path_factory.mktemp("from-artifact"), "--model", str(artifact), env=env)
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory, gguf_path) -> Iterator[ServerProcess]:
+    """The embedded model without any artifact."""
+    yield from serving(tmp_path_factory.mktemp("plain"), "--model", str(gguf_path), "--artifact", "off")
+
+
+@pytest.fixture(scope="session")
+def constant_prompt() -> str:
+    return CONSTANT_PROMPT

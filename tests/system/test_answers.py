@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from zl.client import AsyncClient, Client
+from zl.client.messages import join
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -53,16 +54,26 @@ def greedy_flaws(oracle, prompt_ids: list[int], answer: list[int], ended: bool) 
     return torch.nonzero(logits.argmax(-1) != torch.tensor(wanted)).flatten().tolist()
 
 
-def test_greedy_tokens_equal_transformers_on_every_prompt(server, oracle, chat_prompts):
-    with Client(server.unix, timeout=120) as client:
+def greedy_answers(address: str) -> list:
+    """The greedy answer to every prompt, all of them streaming at once on one connection."""
+    with Client(address, timeout=300) as client:
         streams = [
             client.stream(p["messages"], system=p["system"], temperature=0.0, repetition_penalty=1.0, max_tokens=N_NEW)
             for p in PROMPTS
         ]
-        for prompt, ids, stream in zip(PROMPTS, chat_prompts, streams, strict=True):
-            answer = [token for chunk in stream for token in chunk.token_ids]
-            assert stream.result.usage.prompt_tokens == len(ids)
-            assert greedy_flaws(oracle, ids, answer, stream.result.finish_reason.name == "STOP") == [], prompt["id"]
+        return [join(list(stream), stream.result) for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def float32_answers(server):
+    return greedy_answers(server.unix)
+
+
+def test_greedy_tokens_equal_transformers_on_every_prompt(float32_answers, oracle, chat_prompts):
+    for prompt, ids, answer in zip(PROMPTS, chat_prompts, float32_answers, strict=True):
+        assert answer.usage.prompt_tokens == len(ids)
+        ended = answer.finish_reason.name == "STOP"
+        assert greedy_flaws(oracle, ids, list(answer.token_ids), ended) == [], prompt["id"]
 
 
 async def _ask_all(address: str, prompts, *, one_connection: bool, **more):
@@ -178,16 +189,9 @@ def test_deadline_ends_with_a_typed_error(server):
         assert server.settle(5.0) == (0, 0, 0)
 
 
-def test_share_of_equal_greedy_tokens_in_the_default_dtype(default_server, oracle, chat_prompts):
+def test_share_of_equal_greedy_tokens_in_the_default_dtype(default_server, float32_answers):
     """bfloat16 is another arithmetic: its greedy tokens part from float32's where two logits are close."""
-    equal = 0
-    with Client(default_server.unix, timeout=120) as client:
-        streams = [
-            client.stream(p["messages"], system=p["system"], temperature=0.0, repetition_penalty=1.0, max_tokens=N_NEW)
-            for p in PROMPTS
-        ]
-        for ids, stream in zip(chat_prompts, streams, strict=True):
-            answer = [token for chunk in stream for token in chunk.token_ids]
-            equal += not greedy_flaws(oracle, ids, answer, stream.result.finish_reason.name == "STOP")
+    answers = greedy_answers(default_server.unix)
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(answers, float32_answers, strict=True))
     print(f"\nbfloat16: {equal} of {len(PROMPTS)} prompts have the {N_NEW} greedy tokens of float32")
-    assert equal >= len(PROMPTS) // 3
+    assert equal >= len(PROMPTS) // 2

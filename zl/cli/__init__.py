@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from zl import __version__
-from zl.cli import ask, chat, dissect, doctor, frame, load, nc, pull, serve
+from zl.cli import ask, build, chat, dissect, doctor, frame, load, nc, pull, serve
 from zl.errors import ZlError
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "ask": ask,
     "chat": chat,
     "pull": pull,
+    "build": build,
     "doctor": doctor,
     "frame": frame,
     "nc": nc,

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zl.client.errors import ConnectionFailed
 from zl.errors import ConfigError
 
 if TYPE_CHECKING:
     from zl.tools.load import Driver
-    from zl.tools.scenarios import Plan
+    from zl.tools.scenarios import Outcome, Plan
 
 HELP = "put a server under load, and measure"
 DESCRIPTION = """\
@@ -50,6 +49,7 @@ examples:
 """
 REFUSED, NO_CONNECTION = 3, 4
 _BAR = 40
+_LOOK_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--client", action="store_true", help="go through zl.client.AsyncClient, to measure that")
     group.add_argument("--server-pid", type=int, metavar="PID", help="whose CPU seconds to report (default: the "
                        "process at the other end of a Unix socket)")  # fmt: skip
+    group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
+                       help="give up when no token comes for so long (default: 120)")  # fmt: skip
     group.add_argument("--json", action="store_true", help="print figures as JSON")
     group.add_argument("--echo", action="store_true", help="measure the generator against an echo server of its own")
 
@@ -82,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the scenario and print its figures."""
     import uvloop
 
+    from zl.client.errors import ConnectionFailed
     from zl.tools.scenarios import PRESETS
 
     fields = {each.name for each in dataclasses.fields(PRESETS["mid"])}
@@ -90,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
     if "rate" in given:
         plan = dataclasses.replace(plan, poisson=True)
     _check(args, plan)
+    # Each connection is a file descriptor, and the usual limit of 1,024 is below what the scenarios open.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     with _target(args) as (address, pid):
         try:
             figures = uvloop.run(_measure(args, plan, address, pid))
@@ -135,6 +141,7 @@ def _target(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 
 async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int) -> dict[str, Any]:
+    from zl.client.errors import ConnectionFailed
     from zl.tools.load import ClientStreams, Streams, cpu_seconds
     from zl.tools.scenarios import run_plan
     from zl.tools.traces import summarise
@@ -151,12 +158,7 @@ async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int)
             await probe.close()
         server_before, own_before = cpu_seconds(pid) if pid else None, time.process_time()
         begun_frames, begun = driver.frames, time.monotonic()
-        progress = asyncio.create_task(_progress(driver))
-        try:
-            outcome = await run_plan(driver, plan)
-        finally:
-            progress.cancel()
-            await asyncio.gather(progress, return_exceptions=True)
+        outcome = await _watched(driver, run_plan(driver, plan), args.timeout)
         wall = time.monotonic() - begun
         own = time.process_time() - own_before
         frames = driver.frames - begun_frames
@@ -176,19 +178,34 @@ async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int)
     return figures | outcome.extra
 
 
-async def _progress(driver: Driver) -> None:
-    """Redraw one line twice a second, on a terminal only."""
-    if not sys.stderr.isatty():
-        return
-    begun, before = time.monotonic(), driver.tokens
+async def _watched(driver: Driver, running: Coroutine[Any, Any, Outcome], timeout: float) -> Outcome:
+    """Run a plan; twice a second redraw a line on a terminal, and give up on a server that says nothing any more."""
+    import asyncio
+
+    from zl.client.errors import ConnectionFailed
+
+    task = asyncio.ensure_future(running)
+    shown = sys.stderr.isatty()
+    begun = last = time.monotonic()
+    before = driver.tokens
     try:
-        while True:
-            await asyncio.sleep(0.5)
-            rate, before = (driver.tokens - before) / 0.5, driver.tokens
-            line = f"{time.monotonic() - begun:6.1f} s  {driver.tokens} tokens  {rate:.0f} tokens/s"
-            print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            now = time.monotonic()
+            if driver.tokens != before:
+                last = now
+            elif now - last > timeout:
+                raise ConnectionFailed(f"no token has come for {timeout:g} s; --timeout says how long to wait")
+            if shown:
+                rate = (driver.tokens - before) / _LOOK_S
+                line = f"{now - begun:6.1f} s  {driver.tokens} tokens  {rate:.0f} tokens/s"
+                print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
+            before = driver.tokens
     finally:
-        print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if shown:
+            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+    return task.result()
 
 
 def report(figures: dict[str, Any]) -> list[str]:

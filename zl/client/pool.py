@@ -48,7 +48,8 @@ class Pool:
         self._attempts = attempts
         self._clock = clock
         self._sleep = sleep
-        self._lock = threading.Lock()  # guards the balancer, the clients and `_closed`
+        # Guards the balancer, the clients and `_closed`. Reentrant: a stream's __del__ may come while we have it.
+        self._lock = threading.RLock()
         self._connecting = {each: threading.Lock() for each in self._balancer.endpoints}
         self._clients: dict[Endpoint, Client] = {}
         self._closed = False

@@ -130,6 +130,8 @@ class CudaStep:
     Raises   ShapeError for a model that the kernels do not take; DeviceError in the dry mode without the interpreter
     """
 
+    fallback = False
+
     def __init__(
         self,
         shape: ModelShape,

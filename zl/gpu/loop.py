@@ -17,6 +17,7 @@ import numpy as np
 
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
 from zl.rows import Ticket
+from zl.sampling.profiles import GENERIC, PROGRAMS
 from zl.shapes import Shapes
 
 ENDED = EOS | LENGTH | NUMERIC
@@ -47,6 +48,8 @@ class Seat:
     ticket: Ticket
     prompt_len: int
     prefix: Any  # pages.Prefix or None
+    program: int = GENERIC  # what samples it: an index in sampling.profiles.PROGRAMS
+    decoding: bool = False
     computed: int = 0  # tokens whose KV a launched step has written
     begun: bool = False
     last_step: int = -1  # the newest launched step that touches the row
@@ -55,9 +58,16 @@ class Seat:
 
 @dataclass(slots=True)
 class LoopCounters:
-    """Plain counters, read at scrape."""
+    """Plain counters, read at scrape.
+
+    by_program  steps that drew tokens, by what sampled all their rows: PROGRAMS, and `mixed` for rows of several
+    fallback    steps that the slow twin computed
+    """
 
     steps: int = 0
+    by_program: list[int] = field(default_factory=lambda: [0] * len(PROGRAMS))
+    mixed: int = 0
+    fallback: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
     idle_waits: int = 0
@@ -78,7 +88,7 @@ class _Flight(NamedTuple):
 class GenerationLoop:
     """Run the steps of all seated rows on one thread.
 
-    engine     launch(slot) -> seq, wait(seq): gpu.programs
+    engine     launch(slot) -> seq, wait(seq), fallback: gpu.programs
     slots      StepSlots used in turn; their number less one is how far the loop runs ahead
     control    uint8 [max_rows], rows.Rows.control
     publish    called on the engine thread with each StepResult
@@ -114,6 +124,7 @@ class GenerationLoop:
         self._decode: list[Seat] = []
         self._leaving: list[Seat] = []
         self._flights: deque[_Flight] = deque()
+        self._sampling = [0] * len(PROGRAMS)  # decoding seats by what samples them
         self._number = 0
         self._ended = -1  # the newest step that has ended
         self.counters = LoopCounters()
@@ -123,9 +134,9 @@ class GenerationLoop:
         """Start the engine thread."""
         self._thread.start()
 
-    def seat(self, ticket: Ticket, prefix: Any, prompt_len: int) -> None:
+    def seat(self, ticket: Ticket, prefix: Any, prompt_len: int, program: int = GENERIC) -> None:
         """Hand over a row whose columns are complete; any thread."""
-        self._inbox.append(Seat(ticket, prompt_len, prefix))
+        self._inbox.append(Seat(ticket, prompt_len, prefix, program))
         self._wake.set()
 
     def nudge(self) -> None:
@@ -189,6 +200,7 @@ class GenerationLoop:
         for seat in seats:
             if not seat.gone:
                 seat.gone = True
+                self._sampling[seat.program] -= seat.decoding
                 self._leaving.append(seat)
 
     def _retire(self) -> list[Ticket]:
@@ -245,13 +257,27 @@ class GenerationLoop:
         slot.n_segs[0] = n
         seq = self._engine.launch(index)
         self._number += 1
+        for seat in grown:
+            seat.decoding = True
+            self._sampling[seat.program] += 1
         if grown:
             self._decode.extend(grown)
             self._prefill = [seat for seat in self._prefill if seat.computed < seat.prompt_len]
+        self._count_sampling()
         self.counters.decode_tokens += n_decode
         self.counters.prefill_tokens += n_prefill
         self._flights.append(_Flight(seq, index, number, drawn, first, time.perf_counter_ns()))
         return True
+
+    def _count_sampling(self) -> None:
+        """Book what samples the step just launched: its rows are those that decode now, the grown ones included."""
+        counters = self.counters
+        counters.fallback += self._engine.fallback
+        present = [program for program, n_rows in enumerate(self._sampling) if n_rows]
+        if len(present) == 1:
+            counters.by_program[present[0]] += 1
+        elif present:
+            counters.mixed += 1
 
     def _chunks(self, room: int) -> list[tuple[Seat, int]]:
         """Share this step's prefill tokens among the prompts that wait, oldest first.

@@ -1,27 +1,30 @@
 """Programs: choose and open what computes a step, and say so.
 
-State: none; an Engine owns its buffers. Refuses rows, dispatch, net and asyncio.
+State: none; an Engine owns its buffers. torch is loaded only where tensors are read: packed weights open without.
+Refuses rows, dispatch, net and asyncio.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+import numpy as np
 
 from zl.errors import DeviceError
-from zl.gpu import cuda_memory
 from zl.gpu.device import Device
-from zl.gpu.model import load_weights
-from zl.gpu.native.build import have_compiler
+from zl.gpu.native.build import have_compiler, pick_level
+from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
-from zl.gpu.torch_step import TorchStep
-from zl.gpu.upload import narrate
-from zl.gpu.weights import WeightSource
-from zl.shapes import Shapes
+from zl.shapes import ModelShape, Shapes
+
+if TYPE_CHECKING:
+    import torch
+
+    from zl.gpu.weights import WeightSource
 
 N_SLOTS = 2
 
@@ -29,11 +32,13 @@ N_SLOTS = 2
 class Engine(Protocol):
     """Compute steps: one launch, one fence.
 
-    launch  starts the step planned in slot `slot` and returns its sequence number; steps end in launch order
-    wait    blocks, without the interpreter's lock, until that step has ended and its slot's results are readable
+    launch    starts the step planned in slot `slot` and returns its sequence number; steps end in launch order
+    wait      blocks, without the interpreter's lock, until that step has ended and its slot's results are readable
+    fallback  this is the slow twin, not a program
     """
 
     name: str
+    fallback: bool
 
     def launch(self, slot: int) -> int:
         """Start a step."""
@@ -45,35 +50,44 @@ class Engine(Protocol):
         """Free everything; no step may be in flight."""
 
 
-class Tensors(Mapping[str, torch.Tensor]):
+class Tensors(Mapping[str, "torch.Tensor"]):
     """A model's tensors in one dtype, each dequantised when it is asked for, so that two copies never exist at once.
 
+    dtype         "bfloat16" or "float32"
     wide_vectors  norms and biases keep float32, as the torch twin has them
     """
 
     def __init__(
         self,
         source: WeightSource,
-        dtype: torch.dtype,
+        dtype: str,
         progress: Callable[[float], None] | None = None,
         *,
         wide_vectors: bool = False,
     ):
         self._source = source
-        self._dtype = dtype
+        self._dtype = _torch_dtype(dtype)
         self._wide_vectors = wide_vectors
         self._progress = progress
         self._read = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Dequantise one tensor; KeyError where the model has none of that name."""
-        self._read += 1
-        if self._progress is not None:
-            self._progress(min(1.0, self._read / len(self)))
+        self._count()
         last = name.rpartition(".")[2]
         if self._wide_vectors and (last.endswith("norm") or last.startswith("b")):
-            return self._source.tensor(name, torch.float32)
+            return self._source.tensor(name, _torch_dtype("float32"))
         return self._source.tensor(name, self._dtype)
+
+    def blocks(self, name: str) -> tuple[str, np.ndarray] | None:
+        """Give a tensor's quantised blocks, as WeightSource.blocks does."""
+        self._count()
+        return self._source.blocks(name)
+
+    def _count(self) -> None:
+        self._read += 1
+        if self._progress is not None:  # most tensors are looked at twice: for their kind, and to be packed
+            self._progress(min(1.0, self._read / (2 * len(self))))
 
     def __contains__(self, name: object) -> bool:
         """Tell whether the model has the tensor, without reading it."""
@@ -88,10 +102,23 @@ class Tensors(Mapping[str, torch.Tensor]):
         return len(self._source.names)
 
 
+def program_of(kind: str, level: str) -> str:
+    """Name what computes on a device: an instruction level of the native program, or "torch".
+
+    kind   "cpu" or "cuda"
+    level  the setting `cpu_level`
+    Raises DeviceError: this CPU lacks the level
+    """
+    if kind != "cpu" or level == "torch" or not have_compiler():
+        return "torch"
+    return pick_level(level)
+
+
 def open_engine(
     device: Device,
-    source: WeightSource,
-    dtype: torch.dtype,
+    model: ModelShape,
+    weights: WeightSource | Packed,
+    dtype: str,
     shapes: Shapes,
     columns: RowColumns,
     slots: list[StepSlot],
@@ -104,6 +131,8 @@ def open_engine(
 ) -> Engine:
     """Load the weights and open the fastest engine this machine offers.
 
+    weights  an opened model, or weights packed for this build
+    dtype    "bfloat16" or "float32"
     level    instruction sets of the CPU program, or torch for the slow twin
     threads  CPU compute threads; 0 takes one for each core this process may use
     say      called with one line that names the engine and why it was chosen
@@ -111,33 +140,34 @@ def open_engine(
     Raises   DeviceError where the CUDA program lacks triton
     """
     n_threads = threads or len(os.sched_getaffinity(0))
-    engine: Engine
-    if device.kind != "cpu" and dtype == torch.bfloat16:
-        engine = _open_cuda(device, source, dtype, shapes, columns, slots, say, progress, debug_addresses)
-        say(f"program: {engine.name}")
-    elif device.kind != "cpu":
-        say(f"program: torch, eager, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
-        weights = load_weights(source, dtype, progress)
-        engine = TorchStep(source.shape, weights, columns, slots, shapes, device=device.torch_device)
-    elif level != "torch" and have_compiler():
-        engine = NativeStep(
-            source.shape, Tensors(source, dtype, progress), columns, slots, shapes.n_pages, shapes.step_tokens,
-            n_threads, level=level, blocks=source.blocks,
-        )  # fmt: skip
+    if isinstance(weights, Packed) or program_of(device.kind, level) != "torch":
+        engine = _native(model, weights, dtype, columns, slots, shapes.n_pages, shapes.step_tokens, n_threads,
+                         level, progress)  # fmt: skip
         say(f"program: {engine.name}, {n_threads} threads")
+        return engine
+    if device.kind != "cpu" and dtype == "bfloat16":
+        captured = _open_cuda(device, weights, dtype, shapes, columns, slots, say, progress, debug_addresses)
+        say(f"program: {captured.name}")
+        return captured
+    import torch
+
+    from zl.gpu.model import load_weights
+    from zl.gpu.torch_step import TorchStep
+
+    if device.kind != "cpu":
+        say(f"program: torch, eager, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
     else:
         why = "as asked" if level == "torch" else "no C++ compiler found (install g++ for a faster one)"
-        torch.set_num_threads(n_threads)
         say(f"program: torch, eager, {n_threads} threads: {why}")
-        weights = load_weights(source, dtype, progress)
-        engine = TorchStep(source.shape, weights, columns, slots, shapes, device="cpu")
-    return engine
+        torch.set_num_threads(n_threads)
+    loaded = load_weights(weights, _torch_dtype(dtype), progress)
+    return TorchStep(model, loaded, columns, slots, shapes, device=device.torch_device)
 
 
 def _open_cuda(
     device: Device,
     source: WeightSource,
-    dtype: torch.dtype,
+    dtype: str,
     shapes: Shapes,
     columns: RowColumns,
     slots: list[StepSlot],
@@ -153,6 +183,9 @@ def _open_cuda(
             "--device cpu",
             call="import",
         ) from missing
+    from zl.gpu import cuda_memory
+    from zl.gpu.upload import narrate
+
     total = cuda_memory.weight_bytes(source.shape, o_bias="layers.0.bo" in source.names)
     narrated = narrate(say, total)
 
@@ -165,3 +198,48 @@ def _open_cuda(
         source.shape, Tensors(source, dtype, wide_vectors=True), columns, slots, shapes, device=device.torch_device,
         progress=uploaded, debug_addresses=debug_addresses,
     )  # fmt: skip
+
+
+def pack(
+    source: WeightSource,
+    dtype: str,
+    max_model_len: int,
+    level: str,
+    out: Path,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Write the weights of a model as the native step of `level` wants them, for `Packed` to name."""
+    shapes = Shapes(max_rows=1, max_model_len=max_model_len)
+    columns, slots = RowColumns(shapes), [StepSlot(shapes) for _ in range(N_SLOTS)]
+    n_threads = len(os.sched_getaffinity(0))
+    engine = _native(source.shape, source, dtype, columns, slots, 1, 2, n_threads, level, progress)
+    try:
+        engine.export(out)
+        if progress is not None:
+            progress(1.0)
+    finally:
+        engine.close()
+
+
+def _native(
+    model: ModelShape,
+    weights: WeightSource | Packed,
+    dtype: str,
+    columns: RowColumns,
+    slots: list[StepSlot],
+    n_pages: int,
+    step_tokens: int,
+    n_threads: int,
+    level: str,
+    progress: Callable[[float], None] | None,
+) -> NativeStep:
+    if isinstance(weights, Packed):
+        return NativeStep(model, weights, columns, slots, n_pages, step_tokens, n_threads)
+    tensors = Tensors(weights, dtype, progress)
+    return NativeStep(model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, tensors.blocks)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,14 +1,12 @@
 """What every model source is: canonical tensor names, their shapes, and the hash of the weights.
 
 Names: `embed`, `norm`, `head` (absent when tied) and `layers.{i}.` followed by one of LAYER_NAMES.
-Owns no state but a small cache of hashes under the user's cache folder. Refuses net, text, asyncio.
+Owns no state. Refuses net, text, asyncio.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +16,8 @@ import numpy as np
 import torch
 
 from zl.errors import ModelError
+from zl.filehash import stamped_sha256
 from zl.shapes import ModelShape
-
-_HASH_CHUNK = 1 << 22
 
 
 class WeightSource(ABC):
@@ -58,7 +55,7 @@ class WeightSource(ABC):
     @property
     def sha256(self) -> str:
         """Hash the weights: of the file, or of the file hashes in name order. Cached by path, size and time."""
-        digests = [_file_sha256(path) for path in self.files]
+        digests = [stamped_sha256(path) for path in self.files]
         if len(digests) == 1:
             return digests[0]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
@@ -133,31 +130,3 @@ def check_shape(path: Path, shape: ModelShape) -> ModelShape:
     if not shape.rms_eps > 0 or not shape.rope_theta > 0:
         raise ModelError(f"{path}: rms epsilon {shape.rms_eps} and rope base {shape.rope_theta} must be above zero")
     return shape
-
-
-def _file_sha256(path: Path) -> str:
-    """Hash one file, or take the hash from the cache while the file's size and time are the same."""
-    stat = path.stat()
-    stamp = [stat.st_size, stat.st_mtime_ns]
-    resolved = str(path.resolve())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zl" / "sha256"
-    entry = folder / f"{hashlib.sha256(resolved.encode()).hexdigest()[:32]}.json"
-    try:
-        known = json.loads(entry.read_text())
-        if known["stamp"] == stamp and known["path"] == resolved:
-            return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no entry, or one that cannot be read: hash again
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    value = digest.hexdigest()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = entry.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({"path": resolved, "stamp": stamp, "sha256": value}))
-        part.replace(entry)
-    except OSError:
-        pass  # a read-only home costs one hash a start, nothing else
-    return value

@@ -47,6 +47,7 @@ class TorchStep:
     """
 
     name = "torch, eager"
+    fallback = True
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ MICRO = 1_000_000
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
 TOKEN_BYTES = 4
+_LAST_OPERATION, _LAST_ENCODING, _LAST_TYPE = (len(kind) - 1 for kind in (Operation, Encoding, RequestType))
 
 
 def decode_request(payload: bytes | bytearray | memoryview) -> Request:
@@ -47,6 +48,7 @@ def decode_request(payload: bytes | bytearray | memoryview) -> Request:
     messages = list(m.messages)
     while messages and not messages[-1]:
         messages.pop()
+    has = m.HasField
     return Request(
         m.request_id,
         m.operation,
@@ -54,12 +56,12 @@ def decode_request(payload: bytes | bytearray | memoryview) -> Request:
         m.system_prompt,
         messages,
         m.context,
-        m.temperature / MICRO if m.HasField("temperature") else None,
-        m.top_p / MICRO if m.HasField("top_p") else None,
-        m.repetition_penalty / MICRO if m.HasField("repetition_penalty") else None,
+        m.temperature / MICRO if has("temperature") else None,
+        m.top_p / MICRO if has("top_p") else None,
+        m.repetition_penalty / MICRO if has("repetition_penalty") else None,
         m.max_tokens,
         m.type,
-        m.seed if m.HasField("seed") else None,
+        m.seed if has("seed") else None,
         list(m.stop),
         m.deadline_ms,
         m.ignore_eos,
@@ -73,9 +75,14 @@ def check_request(request: Request) -> None:
 
     Raises  RequestError: LIMIT_EXCEEDED or BAD_REQUEST, naming the field
     """
-    _check_enum(request, "operation", request.operation, Operation)
-    _check_enum(request, "encoding", request.encoding, Encoding)
-    _check_enum(request, "type", request.type, RequestType)
+    if not (
+        0 <= request.operation <= _LAST_OPERATION
+        and 0 <= request.encoding <= _LAST_ENCODING
+        and 0 <= request.type <= _LAST_TYPE
+    ):
+        _check_enum(request, "operation", request.operation, Operation)
+        _check_enum(request, "encoding", request.encoding, Encoding)
+        _check_enum(request, "type", request.type, RequestType)
     n_turns = len(request.messages)
     if n_turns > MAX_MESSAGES:
         _refuse(request, Code.LIMIT_EXCEEDED, "messages", f"{n_turns} turns, the limit is {MAX_MESSAGES}")
@@ -94,12 +101,20 @@ def check_request(request: Request) -> None:
         if not stop:
             _refuse(request, Code.BAD_REQUEST, name, "an empty stop string matches everywhere; leave it out")
         _check_utf8(request, name, stop)
-    check = _check_utf8 if request.encoding == Encoding.TEXT else _check_whole_tokens
+    if request.encoding == Encoding.TEXT:
+        # Most text is ASCII, which one C call a field tells; only what is left is looked at by name.
+        if not (request.system.isascii() and request.context.isascii() and all(map(bytes.isascii, request.messages))):
+            _check_fields(request, _check_utf8)
+    else:
+        _check_fields(request, _check_whole_tokens)
+    _check_sampling(request)
+
+
+def _check_fields(request: Request, check: Callable[[Request, str, bytes], None]) -> None:
     check(request, "system_prompt", request.system)
     for i, turn in enumerate(request.messages):
         check(request, f"messages[{i}]", turn)
     check(request, "context", request.context)
-    _check_sampling(request)
 
 
 def _check_sampling(request: Request) -> None:

@@ -50,6 +50,17 @@ class Sampling:
     generic: bool
 
 
+PROGRAMS = (*(profile.name for profile in PROFILES.values()), "generic")
+"""What can sample a row: the program of a profile, or the one that reads the row's own values."""
+
+GENERIC = len(PROGRAMS) - 1
+
+
+def program_of(sampling: Sampling) -> int:
+    """Give the index in PROGRAMS of what samples a request."""
+    return GENERIC if sampling.generic else PROGRAMS.index(sampling.profile.name)
+
+
 class SamplingColumns(Protocol):
     """The part of the row columns that `write` fills: NumPy arrays of one element a row.
 

@@ -71,6 +71,13 @@ class TokenTable:
         """Tokens that stand for other bytes at the start of an answer."""
         self.control_ids = model.control_ids
 
+    @classmethod
+    def of(cls, pieces: Sequence[bytes], first: dict[int, bytes], control_ids: frozenset[int]) -> TokenTable:
+        """Make a table from what another one held (zl.text.frozen)."""
+        table = cls.__new__(cls)
+        table.pieces, table.first, table.control_ids = tuple(pieces), first, control_ids
+        return table
+
     def text_of(self, ids: Iterable[int]) -> bytes:
         """Return the UTF-8 text of a whole answer."""
         stream = TextStream(self)

@@ -12,8 +12,8 @@ struct zl_config {
     int32_t n_threads, is_bf16, n_eos;
     float rms_eps;
     const int32_t* eos;
-    // How each packed matrix is held: [n_layers][qkv, out, gate and up, down], then the head; 0 plain, 1 four-bit
-    // blocks (Q4_0, Q4_1), 2 eight-bit blocks (Q8_0). All 0 in float32.
+    // What each packed matrix has beside its plain form: [n_layers][qkv, out, gate and up, down], then the head; 0
+    // nothing, 1 four-bit blocks (Q4_0, Q4_1), 2 eight-bit blocks (Q8_0). All 0 in float32.
     const uint8_t* kinds;
 };
 
@@ -62,11 +62,16 @@ zl_context* zl_open(const zl_config*, const zl_columns*, const zl_slot* slots /*
 // Packs one tensor. Matrices: [rows, cols] row-major in the context's dtype; norms and biases: float32 [1, cols].
 // Returns 0 when name, layer or size do not fit the config.
 int zl_weight(zl_context*, int name, int layer, const void* data, int64_t rows, int64_t cols, int is_matrix);
-// Packs one matrix whose kind is not 0 from the file's blocks, uint8 [rows, row_bytes]. type: GGML's number of the format.
+// Adds the file's blocks, uint8 [rows, row_bytes], of one matrix whose kind is not 0. type: GGML's number of the format.
 // Returns 0 as zl_weight does, and for values that the packed form cannot hold.
 int zl_blocks(zl_context*, int name, int layer, int type, const uint8_t* data, int64_t rows, int64_t row_bytes);
 // cos, sin: float32 [n_pos, head_dim / 2].
 int zl_rope(zl_context*, const float* cos, const float* sin, int64_t n_pos);
+// The packed weights and rope tables as a file, instead of zl_weight and zl_rope: bytes of it, written at the file's
+// position, read from byte `begin` into a context of the same config (pages, rows and threads may differ). 0 on failure.
+int64_t zl_packed_bytes(zl_context*);
+int zl_export(zl_context*, int fd);
+int zl_import(zl_context*, int fd, int64_t begin);
 // Touches the pool and starts the workers.
 int zl_start(zl_context*);
 uint32_t zl_launch(zl_context*, int slot);

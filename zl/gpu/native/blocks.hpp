@@ -26,6 +26,15 @@ struct Matrix {
     int kind = kPlain;
 };
 
+// Up to this many rows a product is bound by the weights' bytes, and unpacking blocks wins; beyond, the plain copy does.
+constexpr int kUnpackRows = 32;
+
+// A matrix in the context's dtype, and as blocks where the file has them (kind not 0).
+struct Packed {
+    Matrix plain, blocks;
+    const Matrix& pick(int rows) const { return blocks.kind && rows <= kUnpackRows ? blocks : plain; }
+};
+
 #ifdef __AVX512F__
 inline V16 half_to_float(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 // Lanes 0 0 1 1 ... 7 7 and 8 8 ... 15 15.

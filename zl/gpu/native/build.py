@@ -79,10 +79,19 @@ def request_amx() -> bool:
     return int(syscall(*map(ctypes.c_long, arguments))) == 0
 
 
+def needed_flags(level: str) -> frozenset[str]:
+    """Name the CPU features that a level's library uses."""
+    return _NEEDS[level]
+
+
+def runs(level: str) -> bool:
+    """Tell whether this machine can run a level."""
+    return level in _NEEDS and cpu_flags() >= _NEEDS[level] and (level != "amx" or request_amx())
+
+
 def available_levels() -> list[str]:
     """List the levels this machine can run, best first."""
-    flags = cpu_flags()
-    return [level for level in LEVELS if flags >= _NEEDS[level] and (level != "amx" or request_amx())]
+    return [level for level in LEVELS if runs(level)]
 
 
 def pick_level(level: str = "auto") -> str:
@@ -102,6 +111,15 @@ def pick_level(level: str = "auto") -> str:
         "choose one of these, or auto",
         call="pick_level",
     )
+
+
+def compiler_version() -> str:
+    """Ask the compiler for its version line; empty where there is none."""
+    command = compiler()
+    if command is None:
+        return ""
+    said = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
+    return said.partition("\n")[0].strip()
 
 
 def cache_dir() -> Path:

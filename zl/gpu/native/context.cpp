@@ -60,27 +60,25 @@ bool zl_context::allocate() {
     const size_t biases = Arena::room((size_t)n.nb_qkv * 128) + Arena::room((size_t)n.nb_gate_up * 128) + 2 * hid;
     const size_t emb = Arena::room((size_t)n.vocab * n.hidden_pad * n.elem);
     const size_t rope = Arena::room((size_t)n.model_len * n.half_pad * 4);
-    const uint8_t* kind = config.kinds;
-    for (auto& l : layers)
-        for (zl::Matrix* m : {&l.wqkv, &l.wo, &l.wgu, &l.wdown}) m->kind = *kind++;
-    head.kind = *kind;
-    auto bytes = [&](const zl::Matrix& m, int blocks, int kt) {
-        return (size_t)blocks * kt * zl::record_bytes(m.kind, n.elem);
+    struct Item {
+        zl::Packed* to;
+        int blocks, kt;
     };
-    size_t matrices = bytes(head, n.nb_vocab, n.kt_hidden);
+    std::vector<Item> items;  // in the order of a step
     for (auto& l : layers)
-        matrices += bytes(l.wqkv, n.nb_qkv, n.kt_hidden) + bytes(l.wo, n.nb_hidden, n.kt_attn) +
-                    bytes(l.wgu, n.nb_gate_up, n.kt_hidden) + bytes(l.wdown, n.nb_hidden, n.kt_ffn);
-    if (!weights.open(matrices + n.layers * (2 * hid + biases) + emb + hid + 2 * rope)) return false;
-    auto take = [&](zl::Matrix& m, int blocks, int kt) { m.data = weights.take<char>(bytes(m, blocks, kt)); };
-    // The matrices in the order of a step: a stream of weights.
-    for (auto& l : layers) {
-        take(l.wqkv, n.nb_qkv, n.kt_hidden);
-        take(l.wo, n.nb_hidden, n.kt_attn);
-        take(l.wgu, n.nb_gate_up, n.kt_hidden);
-        take(l.wdown, n.nb_hidden, n.kt_ffn);
+        items.insert(items.end(), {{&l.wqkv, n.nb_qkv, n.kt_hidden}, {&l.wo, n.nb_hidden, n.kt_attn},
+                                   {&l.wgu, n.nb_gate_up, n.kt_hidden}, {&l.wdown, n.nb_hidden, n.kt_ffn}});
+    items.push_back({&head, n.nb_vocab, n.kt_hidden});
+    auto bytes = [&](const Item& i, int kind) { return (size_t)i.blocks * i.kt * zl::record_bytes(kind, n.elem); };
+    size_t matrices = 0;
+    for (size_t i = 0; i < items.size(); i++) {
+        const int kind = items[i].to->blocks.kind = config.kinds[i];
+        matrices += bytes(items[i], zl::kPlain) + (kind ? bytes(items[i], kind) : 0);
     }
-    take(head, n.nb_vocab, n.kt_hidden);
+    if (!weights.open(matrices + n.layers * (2 * hid + biases) + emb + hid + 2 * rope)) return false;
+    for (auto& i : items) i.to->plain.data = weights.take<char>(bytes(i, zl::kPlain));
+    for (auto& i : items)
+        if (int kind = i.to->blocks.kind) i.to->blocks.data = weights.take<char>(bytes(i, kind));
     embed = weights.take(emb);
     for (auto& l : layers) {
         l.attn_norm = weights.take<float>(hid);
@@ -100,8 +98,9 @@ bool zl_context::allocate() {
     const size_t final_acts = (size_t)zl::round_up(n.rows, 32) * n.hidden_pad * n.elem;
     const int kt_most = std::max(n.kt_hidden, std::max(n.kt_attn, n.kt_ffn));
     const size_t unpacked_bytes = (size_t)std::max(kt_most, 4) * zl::kRecordTiles * zl::kTile * n.elem;
+    const size_t own_bytes = Arena::room((size_t)16 * n.hidden_pad * n.elem);
     const size_t total = sums + acts + final_acts + 2 * attn + 2 * kvs + ffns + lg + state +
-                         (attn_scratch_bytes() + unpacked_bytes) * config.n_threads + 4096;
+                         (attn_scratch_bytes() + unpacked_bytes + own_bytes) * config.n_threads + 4096;
     if (!scratch.open(total)) return false;
     scratch.touch(0, total);
     x = scratch.take<float>(sums);
@@ -118,6 +117,7 @@ bool zl_context::allocate() {
     for (int t = 0; t < config.n_threads; t++) {
         attn_scratch.push_back(scratch.take(attn_scratch_bytes()));
         unpacked.push_back(scratch.take(unpacked_bytes));
+        own_act.push_back(scratch.take(own_bytes));
         drawers.emplace_back(new zl::Drawer(n.vocab));
     }
     return true;

@@ -25,6 +25,7 @@
 namespace zl {
 
 constexpr int kPage = 32;
+constexpr int kOwnRows = 4;  // steps up to here are normed by every thread for itself; at most 16
 
 enum TimeOf {
     kPlan, kEmbed, kNorm, kQkv, kInsert, kAttention, kOut, kMlpNorm, kGateUp, kDown, kFinalNorm, kHead, kSample,
@@ -45,7 +46,7 @@ struct Sizes {
 };
 
 struct Layer {
-    Matrix wqkv, wo, wgu, wdown;
+    Packed wqkv, wo, wgu, wdown;
     float *attn_norm, *mlp_norm;
     float *bqkv, *bo, *bgu, *bdown;  // null where the model has none
 };
@@ -78,7 +79,7 @@ struct zl_context : zl::Job {
 
     zl::Arena weights, pool, scratch;
     void* embed;  // T [vocab][hidden_pad]
-    zl::Matrix head;
+    zl::Packed head;
     float *norm, *cos, *sin;  // cos, sin: [model_len][half_pad]
     std::vector<zl::Layer> layers;
 
@@ -88,7 +89,9 @@ struct zl_context : zl::Job {
     void *q, *k, *v;                     // [tokens_pad][heads][head_pad]
     float* logits;                       // [rows][logit_stride]
     // By thread.
-    std::vector<void*> attn_scratch, unpacked;  // unpacked: one block of 32 columns
+    std::vector<void*> attn_scratch;
+    std::vector<void*> unpacked;         // one block of 32 columns
+    std::vector<void*> own_act;          // [kOwnRows] normed rows as an activation
     std::vector<std::unique_ptr<zl::Drawer>> drawers;
     // Device state by row.
     int32_t* last_token;

@@ -50,20 +50,31 @@ struct Forward {
             if (ids[i] >= 0 && ids[i] < n.vocab) seen[ids[i] >> 5] |= 1u << (ids[i] & 31);
     }
 
-    void norm(const float* weight, TimeOf stage) {
-        w.run(m, 4, [&](int a, int b, int) {
+    // The normed rows as an activation: row i from token(i). Of a few rows each thread makes its own copy, which is
+    // cheaper than meeting the others; a thread that was put aside meanwhile may read x while it changes, but then all
+    // blocks of the product that follows have been taken and nobody uses its copy.
+    template <class F>
+    const T* norm(const float* weight, int rows, TimeOf stage, F&& token) {
+        const bool own = rows <= kOwnRows;
+        T* to = own ? (T*)c.own_act[w.index] : (T*)c.act_hidden;
+        auto rows_of = [&](int a, int b, int) {
             for (int i = a; i < b; i++)
-                norm_row(c.x + (size_t)i * n.hidden_pad, weight, n.hidden, n.hidden_pad, c.config.rms_eps,
-                         (T*)c.act_hidden, i);
-        });
+                norm_row(c.x + (size_t)token(i) * n.hidden_pad, weight, n.hidden, n.hidden_pad, c.config.rms_eps, to, i);
+        };
+        own ? rows_of(0, rows, rows) : w.run(rows, 4, rows_of);
         clock.mark(stage);
+        return to;
+    }
+    const T* norm(const float* weight, TimeOf stage) {
+        return norm(weight, m, stage, [](int i) { return i; });
     }
 
     // One matrix over all rows; done as in gemm. `then` is the matrix that this thread will read next.
     template <class F>
-    void multiply(const void* a, int rows, int kt, const Matrix& b, int blocks, const Matrix& then, int then_blocks,
-                  int then_kt, TimeOf stage, F&& done) {
+    void multiply(const void* a, int rows, int kt, const Packed& packed, int blocks, const Packed& then_packed,
+                  int then_blocks, int then_kt, TimeOf stage, F&& done) {
         use_tiles(rows < 16 ? rows : 16);
+        const Matrix &b = packed.pick(rows), &then = then_packed.pick(rows);
         const char* next = then.data + (size_t)w.first(then_blocks) * then_kt * record_bytes(then.kind, n.elem);
         const size_t block_bytes = kt * record_bytes(b.kind, n.elem);
         w.run(blocks, 1, [&](int lo, int hi, int limit) {
@@ -72,9 +83,9 @@ struct Forward {
         clock.mark(stage);
     }
 
-    void qkv(const Layer& l) {
+    void qkv(const Layer& l, const T* act) {
         const int per = n.head_pad / 32, k0 = n.heads, v0 = n.heads + n.kv_heads;
-        multiply(c.act_hidden, m, n.kt_hidden, l.wqkv, n.nb_qkv, l.wo, n.nb_hidden, n.kt_attn, kQkv,
+        multiply(act, m, n.kt_hidden, l.wqkv, n.nb_qkv, l.wo, n.nb_hidden, n.kt_attn, kQkv,
                  [&](int m0, int rows, int nb, const float* out) {
             const int head = nb / per, at = nb % per * 16;
             const float* bias = l.bqkv ? l.bqkv + (size_t)nb * 32 : nullptr;
@@ -114,7 +125,9 @@ struct Forward {
         if (!p.decodes.empty()) use_tiles(n.group);
         Attention<T> single(c, layer, c.attn_scratch[w.index], &ahead);
         int expected = -1;
-        w.run((int)p.decodes.size() * kvh, kvh, [&](int a, int b, int limit) {
+        // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
+        const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
+        w.run(items, chunk, [&](int a, int b, int limit) {
             if (a != expected) {
                 ahead.start(layer, a, limit);
                 for (int i = 0; i < 8; i++) ahead.next();
@@ -126,7 +139,7 @@ struct Forward {
     }
 
     // x += act . matrix (+ bias).
-    void add_product(const void* act, int kt, const Matrix& matrix, const float* bias, const Matrix& then, int then_blocks,
+    void add_product(const void* act, int kt, const Packed& matrix, const float* bias, const Packed& then, int then_blocks,
                      TimeOf stage) {
         multiply(act, m, kt, matrix, n.nb_hidden, then, then_blocks, n.kt_hidden, stage, [&](int m0, int rows, int nb, const float* out) {
             for (int i = 0; i < rows; i++) {
@@ -143,8 +156,8 @@ struct Forward {
     }
 
     // Each block holds 16 columns of the gate and the same 16 of up.
-    void gate_up(const Layer& l) {
-        multiply(c.act_hidden, m, n.kt_hidden, l.wgu, n.nb_gate_up, l.wdown, n.nb_hidden, n.kt_ffn, kGateUp,
+    void gate_up(const Layer& l, const T* act) {
+        multiply(act, m, n.kt_hidden, l.wgu, n.nb_gate_up, l.wdown, n.nb_hidden, n.kt_ffn, kGateUp,
                  [&](int m0, int rows, int nb, const float* out) {
                      for (int i = 0; i < rows; i++) {
                          V16 g = vload(out + i * 32), u = vload(out + i * 32 + 16);
@@ -159,16 +172,12 @@ struct Forward {
 
     void head() {
         const int count = (int)p.samples.size();
-        w.run(count, 4, [&](int a, int b, int) {
-            for (int i = a; i < b; i++) {
-                const Segment& s = p.segs[p.samples[i]];
-                norm_row(c.x + (size_t)(s.token0 + s.len - 1) * n.hidden_pad, c.norm, n.hidden, n.hidden_pad,
-                         c.config.rms_eps, (T*)c.act_hidden, i);
-            }
+        const T* act = norm(c.norm, count, kFinalNorm, [&](int i) {
+            const Segment& s = p.segs[p.samples[i]];
+            return s.token0 + s.len - 1;
         });
-        clock.mark(kFinalNorm);
         if (count)
-            multiply(c.act_hidden, count, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
+            multiply(act, count, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
                      [&](int m0, int rows, int nb, const float* out) {
                          for (int i = 0; i < rows; i++) {
                              float* to = c.logits + (size_t)(m0 + i) * n.logit_stride + nb * 32;
@@ -219,12 +228,10 @@ struct Forward {
             embed();
             for (int l = 0; l < n.layers; l++) {
                 const Layer& layer = c.layers[l];
-                norm(layer.attn_norm, kNorm);
-                qkv(layer);
+                qkv(layer, norm(layer.attn_norm, kNorm));
                 attend(l);
                 add_product(c.act_attn, n.kt_attn, layer.wo, layer.bo, layer.wgu, n.nb_gate_up, kOut);
-                norm(layer.mlp_norm, kMlpNorm);
-                gate_up(layer);
+                gate_up(layer, norm(layer.mlp_norm, kMlpNorm));
                 const bool last = l + 1 == n.layers;
                 add_product(c.act_ffn, n.kt_ffn, layer.wdown, layer.bdown, last ? c.head : c.layers[l + 1].wqkv,
                             last ? n.nb_vocab : n.nb_qkv, kDown);

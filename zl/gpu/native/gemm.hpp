@@ -79,58 +79,61 @@ inline void amx_block(const bf16* a0, const bf16* a1, int kt, Get&& get, float* 
     }
 }
 
+// Up to two row tiles: the records stream by, `ahead` bytes of them requested in advance.
 template <int kKind, class F>
-inline void amx_gemm(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, bf16* room,
-                     F&& done) {
+inline void amx_stream(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, bf16* room,
+                       F&& done) {
     alignas(64) float c[32 * 32];
     constexpr size_t record = kKind == kQ4 ? kQ4Record : kKind == kQ8 ? kQ8Record : 4 * kTile;
-    constexpr size_t ahead = kKind == kPlain ? 16384 : 8192;  // bytes requested in advance
-    constexpr int lines = record / 64;
-    const int mt = (m + 15) / 16, pairs = (mt + 1) / 2;
-    const size_t a_step = (size_t)kt * kTile;
+    constexpr size_t ahead = kKind == kPlain ? 16384 : 8192;
     for (int nb = nb0; nb < nb1; nb++) {
         const char* block = b.data + (size_t)nb * kt * record;
-        if (mt <= 2) {
-            auto stream = [&](int k) {
-                const char* at = block + k * record;
-                prefetch_lines<lines, _MM_HINT_T0>(s.ahead(at, ahead));
-                return tiles_of<kKind>(at, room + (k & 3) * 2 * kTile);
-            };
-            if (mt == 1) amx_block<1, kKind != kPlain>(a, nullptr, kt, stream, c);
-            else amx_block<2, kKind != kPlain>(a, a + a_step, kt, stream, c);
-            done(0, m, nb, (const float*)c);
-            continue;
-        }
-        // The next block is fetched piecewise while this one is used; the first pass keeps what it unpacks.
-        const int per = (lines + pairs - 1) / pairs;
-        const char* next = s.ahead(block, kt * record);
+        auto next = [&](int k) {
+            const char* at = block + k * record;
+            prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(at, ahead));
+            return tiles_of<kKind>(at, room + (k & 3) * 2 * kTile);
+        };
+        if (m <= 16) amx_block<1, kKind != kPlain>(a, nullptr, kt, next, c);
+        else amx_block<2, kKind != kPlain>(a, a + (size_t)kt * kTile, kt, next, c);
+        done(0, m, nb, (const float*)c);
+    }
+}
+
+// More rows, plain records: the next block is fetched piecewise while this one is used.
+template <class F>
+inline void amx_reuse(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, F&& done) {
+    alignas(64) float c[32 * 32];
+    const int mt = (m + 15) / 16, pairs = (mt + 1) / 2, per = (32 + pairs - 1) / pairs;
+    const size_t a_step = (size_t)kt * kTile;
+    for (int nb = nb0; nb < nb1; nb++) {
+        const bf16* block = (const bf16*)b.data + (size_t)nb * kt * 2 * kTile;
+        const char* next = s.ahead((const char*)block, (size_t)kt * 4 * kTile);
         for (int t = 0; t < mt; t += 2) {
             const bf16 *a0 = a + t * a_step, *a1 = a0 + a_step;
             const char* fetch = next + (size_t)(t / 2) * kt * per * 64;
-            auto request = [&](int k) {
+            auto get = [&](int k) {
                 for (int i = 0; i < per; i++) _mm_prefetch(fetch + (size_t)(k * per + i) * 64, _MM_HINT_T1);
                 prefetch_lines<16, _MM_HINT_T0>((const char*)(a0 + (size_t)(k + 2) * kTile));
-                prefetch_lines<16, _MM_HINT_T0>((const char*)(a1 + (size_t)(k + 2) * kTile));
+                if (t + 1 < mt) prefetch_lines<16, _MM_HINT_T0>((const char*)(a1 + (size_t)(k + 2) * kTile));
+                return block + (size_t)k * 2 * kTile;
             };
-            auto first = [&](int k) {
-                request(k);
-                return tiles_of<kKind>(block + k * record, room + (size_t)k * 2 * kTile);
-            };
-            auto again = [&](int k) {
-                request(k);
-                return (kKind == kPlain ? (const bf16*)block : room) + (size_t)k * 2 * kTile;
-            };
-            if (t == 0) amx_block<2, kKind != kPlain>(a0, a1, kt, first, c);
-            else if (t + 1 < mt) amx_block<2, false>(a0, a1, kt, again, c);
-            else amx_block<1, false>(a0, nullptr, kt, again, c);
+            if (t + 1 < mt) amx_block<2, false>(a0, a1, kt, get, c);
+            else amx_block<1, false>(a0, nullptr, kt, get, c);
             done(t * 16, m - t * 16 < 32 ? m - t * 16 : 32, nb, (const float*)c);
         }
     }
 }
+
+template <int kKind, class F>
+inline void amx_gemm(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, bf16* room,
+                     F&& done) {
+    if (kKind != kPlain || m <= 32) amx_stream<kKind>(a, m, kt, b, nb0, nb1, s, room, done);
+    else amx_reuse(a, m, kt, b, nb0, nb1, s, done);
+}
 #endif
 
 // Blocks [nb0, nb1) of a [m, 32 * kt] activation times a packed matrix; done(m0, rows, nb, c) gets up to 32 rows of
-// float c[32][32]. room: kt records of two tiles, this thread's own.
+// float c[32][32]. Blocks take m <= kUnpackRows. room: kt records of two tiles, this thread's own.
 template <int kKind, class T, class F>
 inline void gemm_of(const T* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, T* room, F&& done) {
 #ifdef ZL_AMX

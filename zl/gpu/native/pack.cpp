@@ -11,7 +11,7 @@ struct Column {
 
 // Where a tensor goes: its packed matrix, and how its rows and columns lie there.
 struct Place {
-    Matrix* to = nullptr;
+    Packed* to = nullptr;
     int kt = 0, rows = 0, cols = 0;
     int first_head = -1;  // of rows that are heads, padded by halves; else -1
     int tile = -1;        // of rows that share blocks with another tensor's; else -1
@@ -67,10 +67,10 @@ static bool pack_matrix(zl_context& c, int name, int layer, const T* src, int64_
         return true;
     }
     const Place p(c, name, layer);
-    if (!p.fits(rows, cols) || p.to->kind != kPlain) return false;
+    if (!p.fits(rows, cols)) return false;
     p.each_row(c.config.n_threads, [&](int r) {
         const Column at = p.column(r);
-        T* base = (T*)p.to->data + (size_t)at.block * p.kt * 2 * kTile + (size_t)at.tile * kTile;
+        T* base = (T*)p.to->plain.data + (size_t)at.block * p.kt * 2 * kTile + (size_t)at.tile * kTile;
         const T* s = src + (size_t)r * p.cols;
         for (int j = 0; j < p.cols; j++) {
             const int k = p.k(j);
@@ -113,12 +113,12 @@ static bool pack_blocks(zl_context& c, int name, int layer, int type, const uint
     const int kind = type == kQ8_0 ? kQ8 : kQ4, size = type == kQ8_0 ? 34 : type == kQ4_1 ? 20 : 18;
     if ((type != kQ8_0 && type != kQ4_1 && type != kQ4_0) || row_bytes % size) return false;
     const Place p(c, name, layer);
-    if (!p.fits(rows, row_bytes / size * 32) || p.heads_in_k || p.to->kind != kind) return false;
+    if (!p.fits(rows, row_bytes / size * 32) || p.heads_in_k || p.to->blocks.kind != kind) return false;
     const size_t record = record_bytes(kind, 2);
     std::atomic<bool> held{true};
     p.each_row(c.config.n_threads, [&](int r) {
         const Column at = p.column(r);
-        char* to = p.to->data + (size_t)at.block * p.kt * record;
+        char* to = p.to->blocks.data + (size_t)at.block * p.kt * record;
         const uint8_t* s = src + r * row_bytes;
         for (int b = 0; b < p.cols / 32; b++, to += record, s += size)
             if (!(kind == kQ8 ? put_q8(to, at.tile, at.lane, s) : put_q4(to, at.tile, at.lane, s, type == kQ4_1)))

@@ -7,17 +7,21 @@ Refuses rows, dispatch, net and asyncio.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from zl.errors import CapacityError, DeviceError, InvariantError, ShapeError
-from zl.gpu.kernels.rope import rope_table
+from zl.errors import CapacityError, DeviceError, InvariantError, ModelError, ShapeError
 from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
+from zl.gpu.native.packed import Packed, read_head, write_head
 from zl.shapes import ModelShape
+
+if TYPE_CHECKING:
+    import torch  # loaded only where tensors are packed: a start from packed weights saves its seconds
 
 _PROBLEMS = {
     1: "more tokens than max_step_tokens",
@@ -32,30 +36,32 @@ STAGES = (
 """Names of `NativeStep.times()`."""
 
 
-def pool_bytes(shape: ModelShape, n_pages: int, dtype: torch.dtype) -> int:
+def pool_bytes(shape: ModelShape, n_pages: int, item_bytes: int) -> int:
     """Count the bytes of the native KV pool: head_dim is padded by halves to multiples of 16."""
     head_pad = 2 * (-(-(shape.head_dim // 2) // 16) * 16)
-    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * dtype.itemsize
+    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * item_bytes
 
 
 class NativeStep:
     """Compute steps of a Llama-family model on the CPU.
 
     weights          canonical names; matrices all bf16 or all f32 (this decides the engine's dtype), read once, one
-                     after another, and not kept
+                     after another, and not kept. Or a Packed file, which decides dtype, level and library
     columns          gpu.pinned.RowColumns, or anything with the same arrays
     slots            two gpu.pinned.StepSlot
     max_step_tokens  most tokens one step may hold
     level            auto, amx, avx512, avx512f or avx2
-    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0, Q4_1
-                     and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
-    Raises           DeviceError, CapacityError, ShapeError
+    blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0,
+                     Q4_1 and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
+    Raises           DeviceError, CapacityError, ShapeError; ModelError: a Packed file of another mould
     """
+
+    fallback = False
 
     def __init__(
         self,
         shape: ModelShape,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor] | Packed,
         columns: Any,
         slots: Sequence[Any],
         n_pages: int,
@@ -65,37 +71,41 @@ class NativeStep:
         blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
     ):
         self.shape = shape
-        self.level = pick_level(level)
-        self.dtype = weights["embed"].dtype
-        if self.dtype not in (torch.bfloat16, torch.float32):
-            raise ShapeError("weights['embed'].dtype", self.dtype, "bfloat16 or float32")
+        packed = weights if isinstance(weights, Packed) else None
+        self.level = packed.level if packed is not None else pick_level(level)
+        self.dtype = _dtype_of(weights)
         if shape.head_dim % 2 or shape.head_dim > 128 or shape.n_heads % shape.n_kv_heads:
             raise ShapeError("head_dim", shape.head_dim, "an even number up to 128, n_heads a multiple of n_kv_heads")
-        self.name = f"native {self.level} {str(self.dtype).removeprefix('torch.')}"
+        self.name = f"native {self.level} {self.dtype}"
         if self.level == "amx":
             request_amx()  # before the worker threads start
-        self._lib = abi.load(library(self.level))
+        self._lib = abi.load(packed.library if packed is not None else library(self.level))
         self._keep = (columns, list(slots))  # the context holds addresses of their arrays
         self._max_rows, self._model_len = columns.prompt_ids.shape
         self._eos = np.array(shape.eos_ids, np.int32)
-        self._blocks = blocks if self.dtype == torch.bfloat16 else None
-        self._kinds = self._choose_kinds()
+        self._blocks = blocks if self.dtype == "bfloat16" else None
+        self._kinds = read_head(packed.weights)[0] if packed is not None else self._choose_kinds()
         config = abi.Config(
             shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
             self._max_rows, self._model_len, columns.page_table.shape[1], n_pages, max_step_tokens,
-            n_threads, self.dtype == torch.bfloat16, len(self._eos), shape.rms_eps, self._eos.ctypes.data, self._kinds.ctypes.data,
+            n_threads, self.dtype == "bfloat16", len(self._eos), shape.rms_eps, self._eos.ctypes.data,
+            self._kinds.ctypes.data,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
         )
         if not self._context:
+            item = 2 if self.dtype == "bfloat16" else 4
             raise CapacityError(
                 f"no memory for the native step: {n_pages} KV pages take "
-                f"{pool_bytes(shape, n_pages, self.dtype) / 2**30:.2f} GiB beside the weights; lower pages or rows"
+                f"{pool_bytes(shape, n_pages, item) / 2**30:.2f} GiB beside the weights; lower pages or rows"
             )
         self._views()
         try:
-            self._load(weights)
+            if isinstance(weights, Packed):
+                self._import(weights.weights)
+            else:
+                self._load(weights)
         except BaseException:
             self.close()
             raise
@@ -121,6 +131,22 @@ class NativeStep:
         if context:
             self._lib.zl_close(context)
             del self.last_token, self.done, self.seen  # views of memory that is gone
+
+    def export(self, path: Path) -> None:
+        """Write the packed weights to a file that `Packed` names.
+
+        Raises  ModelError: the file cannot be written
+        """
+        with path.open("wb") as file:
+            write_head(file, self._kinds)
+            file.flush()  # the library writes to the descriptor
+            if not self._lib.zl_export(self._handle, file.fileno()):
+                raise ModelError(f"{path}: cannot write {self.packed_bytes >> 20} MiB of weights: free some space")
+
+    @property
+    def packed_bytes(self) -> int:
+        """Count the bytes that `export` writes."""
+        return int(self._lib.zl_packed_bytes(self._handle))
 
     def read_kv(self, layer: int, row: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Copy keys and values of `count` positions, f32 [count, n_kv_heads, head_dim]; no step in flight."""
@@ -169,7 +195,18 @@ class NativeStep:
         self.done = abi.view(pointers[1], (self._max_rows,), np.uint8)
         self.seen = abi.view(pointers[2], (self._max_rows, words), np.uint32)
 
+    def _import(self, path: Path) -> None:
+        _, begin = read_head(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not self._lib.zl_import(self._handle, descriptor, begin):
+                raise ModelError(f"{path}: no packed weights of this model and layout, or cut short; build it again")
+        finally:
+            os.close(descriptor)
+
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        from zl.gpu.kernels.rope import rope_table
+
         cos, sin = (t.contiguous().float() for t in rope_table(self.shape, self._model_len))
         if not self._lib.zl_rope(self._handle, cos.data_ptr(), sin.data_ptr(), cos.shape[0]):
             raise ShapeError("rope table", tuple(cos.shape), f"at least {self._model_len} positions")
@@ -207,9 +244,10 @@ class NativeStep:
         return np.array(kinds, np.uint8)
 
     def _matrix(self, name: str, layer: int, full: str, weights: Mapping[str, torch.Tensor], kind: int) -> None:
+        self._put(name, layer, weights[full])
         found = self._blocks(full) if kind and self._blocks else None
         if found is None:
-            return self._put(name, layer, weights[full])
+            return
         data, number = np.ascontiguousarray(found[1]), abi.BLOCK_FORMATS[found[0]][0]
         if not self._lib.zl_blocks(
             self._handle, abi.WEIGHTS.index(name), layer, number, data.ctypes.data, data.shape[0], data.shape[1]
@@ -217,9 +255,20 @@ class NativeStep:
             raise ShapeError(f"blocks of {full}", (found[0], data.shape), f"what {self.shape} implies")
 
     def _put(self, name: str, layer: int, tensor: torch.Tensor) -> None:
+        import torch
+
         is_matrix = tensor.dim() == 2
-        data = tensor.detach().to(self.dtype if is_matrix else torch.float32).contiguous()
+        dtype = torch.bfloat16 if is_matrix and self.dtype == "bfloat16" else torch.float32
+        data = tensor.detach().to(dtype).contiguous()
         rows, cols = data.shape if is_matrix else (1, data.shape[0])
         number, at = abi.WEIGHTS.index(name), data.data_ptr()
         if not self._lib.zl_weight(self._handle, number, layer, at, rows, cols, is_matrix):
             raise ShapeError(f"weight {name} of layer {layer}", tuple(tensor.shape), f"what {self.shape} implies")
+
+
+def _dtype_of(weights: Mapping[str, torch.Tensor] | Packed) -> str:
+    """Name the matrices' dtype."""
+    name = weights.dtype if isinstance(weights, Packed) else str(weights["embed"].dtype).removeprefix("torch.")
+    if name not in ("bfloat16", "float32"):
+        raise ShapeError("weights['embed'].dtype", name, "bfloat16 or float32")
+    return name
