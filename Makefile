@@ -18,7 +18,7 @@ endif
 
 SOCKET := $(if $(wildcard $(XDG_RUNTIME_DIR)),$(XDG_RUNTIME_DIR)/zl.sock,/tmp/zl-$(shell id -u).sock)
 
-.PHONY: help install pull serve test lint determinism soak clean
+.PHONY: help install pull serve test lint determinism soak gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,14 @@ determinism: $(VENV)/.installed-test pull ## 200 requests alone, in 5 random ord
 
 soak: $(VENV)/.installed-test pull ## 10,000 requests to one server: nothing that lasts is allocated after the start
 	$(BIN)/python -m bench.alloc --requests 10000 --model "$$($(BIN)/zl pull)"
+
+gpu-check: $(VENV)/.installed-test ## prove and time the CUDA path on this machine's GPU; without one, its dry run on the CPU
+ifneq ($(wildcard /proc/driver/nvidia/version),)
+	$(BIN)/python -m bench.gpu_check $(ARGS)
+else
+	@echo "gpu-check: no NVIDIA driver on this machine; running the DRY mode, which is no GPU result"
+	$(BIN)/python -m bench.gpu_check --dry $(ARGS)
+endif
 
 clean: ## remove the virtual environment and what tools left behind; the model cache stays
 	rm -rf $(VENV) build dist zl.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

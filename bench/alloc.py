@@ -28,6 +28,7 @@ from zl.build import prepare
 from zl.client import AsyncClient
 from zl.config import load
 from zl.net.listen import bind_all
+from zl.phases import Phases
 from zl.server import Server, open_build
 
 ROOT = Path(zl.__file__).parent
@@ -154,7 +155,7 @@ async def run(args: argparse.Namespace) -> Outcome:
         engine, columns, slots, run_ahead = open_build(build, print)
         server = Server(build, engine, columns, slots, run_ahead)
         try:
-            await server.start(bind_all([parse_address(address)]), None)
+            await server.start(bind_all([parse_address(address)]), None, Phases())
             warm = max(2 * args.rows, args.requests // 5)
             tracemalloc.start()
             await drive(address, warm, 1, args.rows)

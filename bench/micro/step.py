@@ -1,8 +1,8 @@
 """Time one native step by stage, beside its bounds: `python -m bench.micro.step [--rows 1,16,...] [--tokens 200]`.
 
-Random weights of SmolLM2-135M's shape; rows sit at about `--tokens` tokens of context. All row counts take turns in
-every round of one process, so that a slow moment of the machine hits them alike; median and tenth percentile are shown.
-`--prefill N` times chunks of N prompt tokens instead of decode steps.
+Random weights of SmolLM2-135M's shape, or those of `--model FILE.gguf` (blocks included); rows sit at about `--tokens`
+tokens of context. All row counts, and a prompt chunk of `--prefill` tokens, take turns in every round of one process,
+so that a slow moment of the machine hits them alike; median and tenth percentile are shown.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from zl.gpu.native.step import STAGES, NativeStep
 from zl.gpu.pinned import FIRST, IGNORE_EOS, SAMPLE, RowColumns, StepSlot
+from zl.gpu.weights import WeightSource, open_model
 from zl.shapes import PAGE, ModelShape, Shapes, pages_for
 
 SMOL = ModelShape(
     "random SmolLM2-135M", n_layers=30, hidden=576, n_heads=9, n_kv_heads=3, head_dim=64, ffn=1536, vocab=49_152,
     max_position=2048, rms_eps=1e-5, rope_theta=10_000.0,
 )  # fmt: skip
+
+
+UNPACK_ROWS = 32  # kUnpackRows of zl/gpu/native/blocks.hpp
 
 
 class RandomWeights(dict[str, torch.Tensor]):
@@ -45,13 +50,30 @@ class RandomWeights(dict[str, torch.Tensor]):
         return torch.ones(size) if len(size) == 1 else (torch.randn(size) * size[1] ** -0.5).to(self.dtype)
 
 
-def build(rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads: int, level: str) -> tuple:
+class FileWeights(dict[str, torch.Tensor]):
+    """A model file's tensors, read when asked for."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype):
+        super().__init__()
+        self.source, self.dtype = source, dtype
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source.names
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name, self.dtype)
+
+
+def build(
+    rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads: int, level: str, source: WeightSource | None
+) -> tuple:
     """Open an engine with `rows` rows of `tokens` prompt tokens on scattered pages."""
+    shape = source.shape if source else SMOL
     each = pages_for(tokens + PAGE)
     sizes = Shapes(max_rows=rows, max_model_len=each * PAGE, n_pages=rows * each)
     columns, slots = RowColumns(sizes), [StepSlot(sizes), StepSlot(sizes)]
     rng = np.random.default_rng(0)
-    columns.prompt_ids[:, :tokens] = rng.integers(0, SMOL.vocab, (rows, tokens))
+    columns.prompt_ids[:, :tokens] = rng.integers(0, shape.vocab, (rows, tokens))
     columns.prompt_len.fill(tokens)
     columns.max_new.fill(1 << 30)
     columns.page_table[:] = rng.permutation(rows * each).reshape(rows, each)
@@ -60,7 +82,9 @@ def build(rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads:
     columns.penalty.fill(1.1)
     columns.seed[:] = np.arange(rows)
     columns.row_flags.fill(IGNORE_EOS)
-    step = NativeStep(SMOL, RandomWeights(SMOL, dtype), columns, slots, rows * each, step_tokens, threads, level)
+    weights = FileWeights(source, dtype) if source else RandomWeights(SMOL, dtype)
+    blocks = source.blocks if source else None
+    step = NativeStep(shape, weights, columns, slots, rows * each, step_tokens, threads, level, blocks)
     return step, slots
 
 
@@ -74,18 +98,36 @@ def run(step: NativeStep, slot: StepSlot, segments: list[tuple[int, int, int, in
     return step.times()
 
 
-def bound_us(rows: int, tokens: int, elem: int, gbps: float, tflops: float) -> float:
-    """The larger of bytes over bandwidth and operations over peak, in microseconds."""
-    s = SMOL
+def bound_us(shape: ModelShape, rows: int, tokens: int, bits: float, elem: int, gbps: float, tflops: float) -> float:
+    """A decode step's bound in us: the larger of bytes over bandwidth and operations over peak.
+
+    bits  of a weight, as the step reads it
+    """
+    s = shape
     kv = 2 * s.n_layers * s.n_kv_heads * s.head_dim * tokens * rows
-    layer = s.hidden * s.head_dim * (2 * s.n_heads + 2 * s.n_kv_heads) + 3 * s.hidden * s.ffn
-    params = s.n_layers * layer + s.vocab * s.hidden
+    params = s.n_layers * layer_params(s) + s.vocab * s.hidden
     flops = 2 * params * rows + 2 * kv * s.n_heads / s.n_kv_heads
-    return max((params + kv) * elem / gbps / 1e3, flops / tflops / 1e6)
+    return max((params * bits / 8 + kv * elem) / gbps / 1e3, flops / tflops / 1e6)
 
 
-def main() -> None:
-    """Run the benchmark and print a table."""
+def layer_params(shape: ModelShape) -> int:
+    """Count the weights of a layer's matrices."""
+    s = shape
+    return s.hidden * s.head_dim * (2 * s.n_heads + 2 * s.n_kv_heads) + 3 * s.hidden * s.ffn
+
+
+def block_bits(source: WeightSource | None) -> float:
+    """Average bits of a weight in the file; 16 where there are no blocks."""
+    if source is None:
+        return 16
+    found = [b for name in source.names if (b := source.blocks(name)) is not None]
+    n_bytes = sum(raw.size for _, raw in found)
+    weights = source.shape.n_layers * layer_params(source.shape) + source.shape.vocab * source.shape.hidden
+    return 8 * n_bytes / weights if found else 16
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,32,128,256")
     parser.add_argument("--tokens", type=int, default=200, help="context of each row")
@@ -93,39 +135,51 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", default="auto")
     parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16")
-    parser.add_argument("--prefill", type=int, default=0, help="time prompt chunks of this many tokens instead")
+    parser.add_argument("--prefill", type=int, default=192, help="tokens of a prompt chunk that is timed too; 0: none")
+    parser.add_argument("--model", type=Path, help="a GGUF file whose weights and blocks are used")
     parser.add_argument("--gbps", type=float, default=28.0, help="measured memory bandwidth, for the bound")
     parser.add_argument("--tflops", type=float, default=5.8, help="measured matrix peak, for the bound")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark and print a table."""
+    args = parse()
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    source = open_model(args.model) if args.model else None
     counts = [int(n) for n in args.rows.split(",")]
-    step, slots = build(max(counts), args.tokens, max(512, args.prefill), dtype, args.threads, args.level)
+    step, slots = build(max(counts), args.tokens, 512, dtype, args.threads, args.level, source)
     per = max(1, 512 // args.tokens)  # rows prefilled in one step
     for row in range(0, max(counts), per):
         rows = range(row, min(row + per, max(counts)))
         for start in range(0, args.tokens, 512):
             size = min(512, args.tokens - start)
             run(step, slots[0], [(r, start, size, FIRST if not start else 0) for r in rows])
-    samples: dict[int, list[dict[str, float]]] = {n: [] for n in counts}
+    plans = {f"{n} rows": [(r, args.tokens, 1, SAMPLE) for r in range(n)] for n in counts}
+    shape, bits = step.shape, block_bits(source) if dtype == torch.bfloat16 else 32
+    bounds = [
+        bound_us(shape, n, args.tokens, bits if n <= UNPACK_ROWS else dtype.itemsize * 8, dtype.itemsize,
+                 args.gbps, args.tflops)
+        for n in counts
+    ]  # fmt: skip
+    if args.prefill:
+        chunk = min(args.prefill, args.tokens, 512)
+        plans[f"chunk of {chunk}"] = [(0, 0, chunk, FIRST)]
+        bounds.append(2 * shape.n_layers * layer_params(shape) * chunk / args.tflops / 1e6)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in plans}
     for _ in range(args.rounds):
-        for n in counts:
-            if args.prefill:
-                plan = [(r, 0, min(args.prefill, args.tokens), FIRST | SAMPLE) for r in range(n)]
-            else:
-                plan = [(r, args.tokens, 1, SAMPLE) for r in range(n)]
-            samples[n].append(run(step, slots[0], plan))
-    print(f"{step.name}, {args.threads} threads, {args.tokens} tokens of context")
+        for name, plan in plans.items():
+            samples[name].append(run(step, slots[0], plan))
+    print(f"{step.name}, {args.threads} threads, {args.tokens} tokens of context, {bits:.2f} bits a weight read")
     print("microseconds: median (tenth percentile)")
-    print("stage".ljust(12) + "".join(f"{f'{n} rows':>20}" for n in counts))
+    print("stage".ljust(12) + "".join(f"{name:>20}" for name in plans))
     for stage in STAGES:
         cells = []
-        for n in counts:
-            values = np.array([s[stage] for s in samples[n]])
+        for name in plans:
+            values = np.array([s[stage] for s in samples[name]])
             cells.append(f"{np.median(values):12.0f} {f'({np.percentile(values, 10):.0f})':>7}")
         print(stage.ljust(12) + "".join(cells))
-    if not args.prefill:
-        bounds = (bound_us(n, args.tokens, dtype.itemsize, args.gbps, args.tflops) for n in counts)
-        print("bound".ljust(12) + "".join(f"{b:12.0f}        " for b in bounds))
+    print("bound".ljust(12) + "".join(f"{b:12.0f}        " for b in bounds))
     step.close()
 
 

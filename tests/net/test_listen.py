@@ -116,7 +116,7 @@ def test_a_missing_folder_and_an_unknown_host_say_so(tmp_path):
 
 
 def test_permission_denied_says_what_to_take_instead(tmp_path, monkeypatch):
-    def refuse(self, where):  # noqa: ARG001
+    def refuse(self, where):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "bind", refuse)

@@ -29,7 +29,7 @@ both_sockets = pytest.mark.parametrize("where", ["tcp", "unix"])
 class Spy(Connection):
     """Records where each piece of a payload lands."""
 
-    landed: list[int] = []  # noqa: RUF012
+    landed: list[int] = []
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._berth is not None:

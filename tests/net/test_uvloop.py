@@ -27,7 +27,7 @@ class Buffered(asyncio.BufferedProtocol):
         self.lost = asyncio.Event()
         self.error: BaseException | None = None
 
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self.view[self.n :]
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -17,7 +16,6 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zl.client.errors import ConnectionFailed
 from zl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the scenario and print its figures."""
     import uvloop
 
+    from zl.client.errors import ConnectionFailed
     from zl.tools.scenarios import PRESETS
 
     fields = {each.name for each in dataclasses.fields(PRESETS["mid"])}
@@ -142,6 +141,7 @@ def _target(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 
 async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int) -> dict[str, Any]:
+    from zl.client.errors import ConnectionFailed
     from zl.tools.load import ClientStreams, Streams, cpu_seconds
     from zl.tools.scenarios import run_plan
     from zl.tools.traces import summarise
@@ -180,6 +180,10 @@ async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int)
 
 async def _watched(driver: Driver, running: Coroutine[Any, Any, Outcome], timeout: float) -> Outcome:
     """Run a plan; twice a second redraw a line on a terminal, and give up on a server that says nothing any more."""
+    import asyncio
+
+    from zl.client.errors import ConnectionFailed
+
     task = asyncio.ensure_future(running)
     shown = sys.stderr.isatty()
     begun = last = time.monotonic()

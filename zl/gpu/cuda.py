@@ -17,10 +17,14 @@ from zl.errors import DeviceError
 # cudaHostRegister flags, CUDA Runtime API 13, section "Memory Management"
 REGISTER_PORTABLE = 0x01
 REGISTER_MAPPED = 0x02
+REGISTER_IO_MEMORY = 0x04
+REGISTER_READ_ONLY = 0x08
 
 _REMEDIES = {
     "cudaErrorMemoryAllocation": "raise the locked-memory limit (ulimit -l, or LimitMEMLOCK= in the unit)",
     "cudaErrorHostMemoryAlreadyRegistered": "another library registered this range first; this is a bug in zl",
+    "cudaErrorHostMemoryNotRegistered": "the range was never registered, or given back before; this is a bug in zl",
+    "cudaErrorInvalidValue": "address, size or flags are wrong: the range must be mapped and not empty",
     "cudaErrorNotSupported": "this platform cannot map host memory; serve with --device cpu",
     "cudaErrorInsufficientDriver": "the driver is older than the CUDA runtime; update the driver",
     "cudaErrorNoDevice": "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES",
@@ -86,11 +90,23 @@ class CudaDevice:
         self._regions: list[int] = []
         self._maps: list[mmap.mmap] = []
 
-    def register(self, address: int, n_bytes: int) -> None:
-        """Page-lock and map host memory for the device (cudaHostRegister, mapped and portable)."""
-        flags = REGISTER_MAPPED | REGISTER_PORTABLE
-        check(self._rt.cudaHostRegister(address, n_bytes, flags), "cudaHostRegister")
+    def register(self, address: int, n_bytes: int, flags: int = REGISTER_MAPPED | REGISTER_PORTABLE) -> None:
+        """Page-lock host memory and, with the default flags, map it for the device in every context."""
+        self._checked(self._rt.cudaHostRegister(address, n_bytes, flags), "cudaHostRegister")
         self._regions.append(address)
+
+    def unregister(self, address: int) -> None:
+        """Give registered host memory back."""
+        self._checked(self._rt.cudaHostUnregister(address), "cudaHostUnregister")
+        self._regions.remove(address)
+
+    def _checked(self, result: tuple[Any, ...], call: str) -> Any:
+        """Check a status; a refusal is also taken out of the runtime, or the next library to look would raise it."""
+        try:
+            return check(result, call)
+        except DeviceError:
+            self._rt.cudaGetLastError()
+            raise
 
     def device_pointer(self, address: int) -> int:
         """Return the device address of registered host memory."""
@@ -112,5 +128,5 @@ class CudaDevice:
     def close(self) -> None:
         """Unregister everything that this device registered."""
         for address in self._regions:
-            check(self._rt.cudaHostUnregister(address), "cudaHostUnregister")
+            self._checked(self._rt.cudaHostUnregister(address), "cudaHostUnregister")
         self._regions.clear()

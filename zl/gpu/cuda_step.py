@@ -337,6 +337,8 @@ class CudaStep:
 
     def _capture(self) -> None:
         """Warm up and capture every program; the columns must plan nothing yet."""
+        # Zeros and uploads were ordered on other streams than the one that captures.
+        torch.cuda.synchronize(self._device)  # sync
         pool = torch.cuda.graph_pool_handle()
         for t in self._buckets:
             for mixed in (True, False):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zl.gpu.pacing import Pacer
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
 from zl.rows import Ticket
 from zl.sampling.profiles import GENERIC, PROGRAMS
@@ -82,6 +83,9 @@ class _Flight(NamedTuple):
     number: int
     drawn: list[Seat | None]  # by segment: the seat if it samples
     first: list[tuple[Ticket, int]]
+    n_decode: int
+    n_prefill: int
+    n_prompts: int
     launched_ns: int
 
 
@@ -119,8 +123,8 @@ class GenerationLoop:
         self._publish = publish
         self._on_failure = on_failure
         self._run_ahead = run_ahead
-        self._chunk_tokens = chunk_tokens
         self._between = between
+        self._pacer = Pacer(chunk_tokens, shapes.step_tokens)
         self._inbox: deque[Seat] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -235,7 +239,7 @@ class GenerationLoop:
                 seat.last_step = number
             drawn.extend(self._decode)
         grown: list[Seat] = []
-        n_prefill = 0
+        n_prefill = n_prompts = 0
         for seat, take in self._chunks(self._shapes.step_tokens - n):
             flags = 0
             if not seat.begun:
@@ -256,6 +260,7 @@ class GenerationLoop:
                 seat.prefix.n_done = min(end, seat.prefix.n_tokens)
             drawn.append(seat if flags & SAMPLE else None)
             n_prefill += take
+            n_prompts += 1
             n += 1
         if not n:
             return False
@@ -271,7 +276,8 @@ class GenerationLoop:
         self._count_sampling()
         self.counters.decode_tokens += n_decode
         self.counters.prefill_tokens += n_prefill
-        self._flights.append(_Flight(seq, index, number, drawn, first, time.perf_counter_ns()))
+        now = time.perf_counter_ns()
+        self._flights.append(_Flight(seq, index, number, drawn, first, n_decode, n_prefill, n_prompts, now))
         return True
 
     def _count_sampling(self) -> None:
@@ -287,9 +293,9 @@ class GenerationLoop:
     def _chunks(self, room: int) -> list[tuple[Seat, int]]:
         """Share this step's prefill tokens among the prompts that wait, oldest first.
 
-        While rows decode, the budget grows with the rows and with the number of prompts that wait, so that one long
-        prompt stretches a step little and a burst is not held back; a prompt leaves half to those behind it. Prefixes
-        are computed once: rows that share one wait while the oldest computes it.
+        While rows decode, the pacer's chunk bounds what one prompt may have, and each prompt that waits adds one, so
+        that one long prompt stretches a step little and a burst is not held back; a prompt leaves half to those behind
+        it. Prefixes are computed once: rows that share one wait while the oldest computes it.
         """
         waiting: list[tuple[Seat, int]] = []
         leading: set[int] = set()
@@ -308,7 +314,7 @@ class GenerationLoop:
             return []
         budget = room
         if self._decode:
-            budget = min(room, max(self._chunk_tokens, 2 * len(self._decode)) * len(waiting))
+            budget = min(room, self._pacer.chunk * len(waiting))
         taken = [0] * len(waiting)
         for i, (_, left) in enumerate(waiting):  # at most half of what is left while others wait: short ones overtake
             bound = budget if i + 1 == len(waiting) else (budget + 1) // 2
@@ -328,6 +334,7 @@ class GenerationLoop:
         self.counters.steps += 1
         self.counters.step_ns += elapsed
         self.counters.last_step_at = time.monotonic()
+        self._pacer.landed(flight.n_decode, flight.n_prefill, flight.n_prompts, elapsed)
         slot = self._slots[flight.slot]
         n = len(flight.drawn)
         tokens = slot.out_token[:n].tolist()

@@ -65,9 +65,9 @@ inline void amx_block(const bf16* a0, const bf16* a1, int kt, Get&& get, float* 
         if (kAhead && k + 1 < kt) b = get(k + 1);
         tile_fence();  // the tile loads see what was unpacked
         _tile_loadd(6, now, 64);
+        _tile_loadd(7, now + kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (kRows > 1) _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, now + kTile, 64);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (kRows > 1) _tile_dpbf16ps(3, 5, 7);
     }
@@ -113,8 +113,6 @@ inline void amx_reuse(const bf16* a, int m, int kt, const Matrix& b, int nb0, in
             const char* fetch = next + (size_t)(t / 2) * kt * per * 64;
             auto get = [&](int k) {
                 for (int i = 0; i < per; i++) _mm_prefetch(fetch + (size_t)(k * per + i) * 64, _MM_HINT_T1);
-                prefetch_lines<16, _MM_HINT_T0>((const char*)(a0 + (size_t)(k + 2) * kTile));
-                if (t + 1 < mt) prefetch_lines<16, _MM_HINT_T0>((const char*)(a1 + (size_t)(k + 2) * kTile));
                 return block + (size_t)k * 2 * kTile;
             };
             if (t + 1 < mt) amx_block<2, false>(a0, a1, kt, get, c);

@@ -1,0 +1,66 @@
+"""`python -m bench.gpu_check`: the dry mode runs it all and says so everywhere; without a GPU the real one refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.report import Report
+from zl.gpu.cuda import device_count
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check", *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=timeout,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(280)
+def test_the_dry_mode_proves_everything_and_every_line_says_dry(tmp_path):
+    done = run("--dry", "--out", str(tmp_path), timeout=270)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("DRY ")] == []
+    (data,), (table,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
+    record = json.loads(data.read_text())
+    assert record["dry"] is True
+    assert "DRY" in record["warning"]
+    assert "dry" in data.name
+    assert all("DRY" in line for line in table.read_text().splitlines() if line.strip("| -"))
+    proofs = {f["name"]: f["ok"] for f in record["findings"] if f["ok"] is not None}
+    assert all(proofs.values())
+    for name in (
+        "register, registered twice", "decode attention", "prefill attention", "sampler", "captured equals uncaptured",
+        "whole step equals the torch twin", "alone equals among 4 rows", "whole equals chunked prefill",
+        "NaN in masked and stale slots", "results in mapped memory", "one launch a step",
+    ):  # fmt: skip
+        assert name in proofs
+    timed = {f["name"] for f in record["findings"] if f["ok"] is None}
+    assert {"copy bandwidth", "prefill of 60 tokens", "3 streams", "decode, 4 rows, context 40"} <= timed
+
+
+@pytest.mark.skipif(device_count() > 0, reason="this machine has a GPU")
+def test_without_a_gpu_the_real_check_refuses_and_names_the_dry_mode():
+    done = run(timeout=60)
+    assert done.returncode == 2
+    assert "--dry" in done.stderr
+    assert not done.stdout
+
+
+def test_a_failed_proof_counts_and_shows(tmp_path, capsys):
+    report = Report(False, {"device": "x", "date": "today"})
+    report.prove("m", "holds", True, "fine")
+    report.prove("m", "breaks", False, "not fine", error=2.0)
+    report.time("m", "speed", "1 ms", seconds=0.001)
+    assert report.failed == 1
+    _, table = report.write(tmp_path, "r")
+    assert "**FAIL** | m | breaks" in table.read_text()
+    assert "FAIL m" in capsys.readouterr().out
