@@ -95,5 +95,5 @@ def test_damaged_weights_fail_no_request_and_the_program_comes_back(watched, ggu
     assert figures["zl_programs_retired"] == figures["zl_programs_recaptured"] == figures["zl_heartbeats_failed"] == 1
     assert figures["zl_fallback_steps"] >= 1
     assert "program retired" in watched.text()
-    assert anonymous_places(watched.process.pid, norm.tobytes())[:1] == places
+    assert places[0] in anonymous_places(watched.process.pid, norm.tobytes())  # others: what the fallback has freed
     assert ask_all(watched.unix, 24) == before
