@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from zl.build import CUDA_RESERVE_BYTES, plan_memory
 from zl.config import load
@@ -40,7 +39,7 @@ class Gpu:
 
 def plan(model=LLAMA_8B, device=None, max_len=4096, **flags):
     settings = load(flags, environ={})
-    return plan_memory(settings, model, Shapes(max_model_len=max_len), device or Gpu(), torch.bfloat16)
+    return plan_memory(settings, model, Shapes(max_model_len=max_len), device or Gpu(), "bfloat16")
 
 
 def test_8b_with_256_rows_fits_80_gb():

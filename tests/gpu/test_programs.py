@@ -48,13 +48,13 @@ class NoGpu:
 def opened(dtype, **more):
     lines, source = [], Source()
     columns, slots = RowColumns(SHAPES), [StepSlot(SHAPES) for _ in range(2)]
-    engine = open_engine(NoGpu(), source, dtype, SHAPES, columns, slots, say=lines.append, **more)
+    engine = open_engine(NoGpu(), source.shape, source, dtype, SHAPES, columns, slots, say=lines.append, **more)
     return engine, source, lines, columns
 
 
 def test_bfloat16_on_cuda_takes_the_captured_program_and_uploads_with_progress():
     shares = []
-    engine, source, lines, _ = opened(torch.bfloat16, progress=shares.append)
+    engine, source, lines, _ = opened("bfloat16", progress=shares.append)
     assert isinstance(engine, CudaStep)
     assert lines[-1] == f"program: {engine.name}"
     assert lines[-2].startswith("weights: 100% uploaded")
@@ -65,13 +65,13 @@ def test_bfloat16_on_cuda_takes_the_captured_program_and_uploads_with_progress()
 
 
 def test_float32_on_cuda_takes_the_twin_and_says_so():
-    engine, _, lines, _ = opened(torch.float32)
+    engine, _, lines, _ = opened("float32")
     assert isinstance(engine, TorchStep)
     assert "float32 takes the slow twin" in lines[0]
 
 
 def test_debug_addresses_reaches_the_program():
-    engine, _, _, columns = opened(torch.bfloat16, debug_addresses=True)
+    engine, _, _, columns = opened("bfloat16", debug_addresses=True)
     columns.seed = columns.seed.copy()
     with pytest.raises(Exception, match=r"columns\.seed"):
         engine.launch(0)
@@ -82,7 +82,7 @@ def test_without_triton_the_error_names_the_extra(monkeypatch):
     for name in [n for n in sys.modules if n.startswith(("zl.gpu.kernels.", "zl.gpu.cuda_step"))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(DeviceError, match=r"triton.*zl\[cuda\]"):
-        opened(torch.bfloat16)
+        opened("bfloat16")
 
 
 def test_the_cpu_path_loads_no_triton():
