@@ -375,7 +375,13 @@ def test_a_broken_plan_is_the_loops_fault_and_ends_it(house):
     h.submit(1, prompts(1)[0], max_new=50)
     h.turn()
     pages = h.columns.page_table[0].copy()
-    h.columns.page_table[0] = -1
+    launch = h.guard.launch
+
+    def broken(slot):
+        h.columns.page_table[0] = -1  # here no step is in flight that reads it
+        return launch(slot)
+
+    h.guard.launch = broken
     with pytest.raises(Exception, match="pages"):
         h.settle()
     h.columns.page_table[0] = pages
