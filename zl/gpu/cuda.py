@@ -37,7 +37,9 @@ def runtime() -> Any:
         from cuda.bindings import runtime as bindings
     except ImportError as missing:
         raise DeviceError(
-            f"the CUDA bindings are not installed ({missing}); install the extra: pip install 'zl[cuda]'", call="import"
+            f"the CUDA bindings are not installed ({missing}); install the extra: pip install 'zl[cuda]', or serve "
+            "with --device cpu",
+            call="import",
         ) from missing
     return bindings
 
@@ -58,11 +60,18 @@ def check(result: tuple[Any, ...], call: str) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def device_count() -> int:
-    """Count visible GPUs; 0 where there is no driver."""
+def has_driver() -> bool:
+    """Tell whether the NVIDIA driver's library is there; the bindings need not be."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
+        return False
+    return True
+
+
+def device_count() -> int:
+    """Count visible GPUs; 0 where there is no driver or its bindings are missing."""
+    if not has_driver():
         return 0
     try:
         return int(check(runtime().cudaGetDeviceCount(), "cudaGetDeviceCount"))
@@ -77,10 +86,15 @@ class CudaDevice:
     run_ahead = 1
 
     def __init__(self, index: int = 0):
+        if not has_driver():
+            raise DeviceError(
+                "no CUDA driver found: install the NVIDIA driver, or serve with --device cpu", call="dlopen"
+            )
         self._rt = runtime()
         if device_count() == 0:
             raise DeviceError(
-                "no CUDA driver or GPU found: install the NVIDIA driver, or serve with --device cpu", call="cuInit"
+                "no GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES, or serve with --device cpu",
+                call="cudaGetDeviceCount",
             )
         self.index = index
         check(self._rt.cudaSetDevice(index), "cudaSetDevice")

@@ -11,7 +11,7 @@ import numpy as np
 
 from zl.errors import ConfigError
 from zl.gpu.cpu import CpuDevice
-from zl.gpu.cuda import CudaDevice, device_count
+from zl.gpu.cuda import CudaDevice, device_count, has_driver
 
 
 class Device(Protocol):
@@ -49,6 +49,8 @@ def open_device(kind: str) -> tuple[Device, str]:
     if kind != "auto":
         raise ConfigError(f"device: {kind!r} is not one of auto, cpu, cuda")
     n = device_count()
+    if n == 0 and has_driver():
+        return CpuDevice(), "device cpu: a CUDA driver is here, but no GPU or no bindings (pip install 'zl[cuda]')"
     if n == 0:
-        return CpuDevice(), "device cpu: no CUDA driver with a GPU found"
+        return CpuDevice(), "device cpu: no CUDA driver found"
     return CudaDevice(), f"device cuda: {n} GPU{'s' if n > 1 else ''} found"
