@@ -23,6 +23,7 @@ ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.protocol", "zl.net.listen", 
 NEVER: dict[str, set[str]] = {
     "zl.shapes": {"torch", "numpy", "os", "asyncio"},
     "zl.errors": {"torch", "numpy", "asyncio"},
+    "zl.flags": {"torch", "numpy", "asyncio"},
     "zl.address": {"torch", "numpy", "asyncio", "ssl"},
     "zl.readers": {"torch", "numpy", "asyncio"},
     "zl.config": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},

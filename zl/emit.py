@@ -12,12 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zl.errors import Code, Finish, PeerError
+from zl.flags import EOS, LENGTH, NUMERIC
 from zl.net import codec
 from zl.rows import Job, Rows, Ticket
-
-EOS = 1
-LENGTH = 2
-NUMERIC = 4
 
 
 @dataclass(slots=True)

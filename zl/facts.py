@@ -34,7 +34,7 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 LIMITS = ("max_model_len", "max_tokens", "default_tokens", "system_tokens", "context_tokens")
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "gguf", "safetensors", "jinja2")
-_CODE = ("gpu", "sampling", "text", "shapes.py", "dispatch.py", "facts.py")
+_CODE = ("gpu", "sampling", "text", "shapes.py", "flags.py", "dispatch.py", "facts.py")
 _TORCH_FLAGS = {"avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
 
 

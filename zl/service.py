@@ -19,7 +19,7 @@ from zl.dispatch import Dispatcher
 from zl.emit import Emitter
 from zl.errors import Code, PeerError, RequestError
 from zl.net import codec
-from zl.rows import Job, Ticket
+from zl.rows import Job
 from zl.sampling import profiles
 from zl.text.detok import TextStream, TokenTable
 from zl.text.prompt import PromptBuilder
@@ -127,7 +127,7 @@ class Service:
                 self.dispatcher.counters.constant_tokens += n_constant
         touched = self.emitter.step(result.tickets, result.tokens, result.logprobs, result.flags, now)
         for ticket in result.retired:
-            self._retire(ticket, now)
+            self.dispatcher.retire(ticket, now)
         if result.retired:
             self.dispatcher.pump(now)
         for conn in touched:
@@ -208,6 +208,3 @@ class Service:
                 self.emitter.fail(job, error, now)
             conn.flush()
         self._nudge()
-
-    def _retire(self, ticket: Ticket, now: float) -> None:
-        self.dispatcher.retire(ticket, now)

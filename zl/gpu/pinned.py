@@ -10,18 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from zl.flags import EOS, FIRST, IGNORE_EOS, LENGTH, LOGPROBS, NUMERIC, SAMPLE, SKIPPED
 from zl.shapes import Shapes
 
-IGNORE_EOS = 1
-LOGPROBS = 2
-
-SAMPLE = 1
-FIRST = 2
-
-EOS = 1
-LENGTH = 2
-NUMERIC = 4
-SKIPPED = 8
+__all__ = [
+    "EOS", "FIRST", "IGNORE_EOS", "LENGTH", "LOGPROBS", "NUMERIC", "SAMPLE", "SKIPPED", "Allocate", "RowColumns",
+    "StepSlot", "plain_allocate",
+]  # fmt: skip
 
 Allocate = Callable[[tuple[int, ...], type], np.ndarray]
 

@@ -14,9 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from zl.errors import Code, RequestError
-
-IGNORE_EOS = 1
-LOGPROBS = 2
+from zl.flags import IGNORE_EOS, LOGPROBS
 
 SEED_MASK = (1 << 64) - 1
 
