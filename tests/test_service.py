@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from zl.dispatch import Dispatcher, Limits
 from zl.errors import Code, Finish, RequestError
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
+from zl.health import Health
 from zl.net import codec
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
@@ -73,7 +76,8 @@ class Bench:
         )
         self.service = Service(
             prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
-            call_at=lambda when, function: self.timers.append((when, function)), engine_nudge=self._nudge,
+            call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
+            engine_nudge=self._nudge,
             clock=lambda: self.now,
         )  # fmt: skip
 

@@ -32,6 +32,7 @@ from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
+from zl.health import Health, Phase
 from zl.metrics import Gauge, MetricsServer
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
@@ -74,6 +75,7 @@ class Server:
         self.dispatcher = Dispatcher(
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
+        self.health = Health(self._turned_at)
         self.service = Service(
             prompts=build.prompts,
             tokens=build.tokens,
@@ -82,6 +84,7 @@ class Server:
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
             engine_nudge=self.generation.nudge,
+            health=self.health,
             clock=time.monotonic,
         )
         self.net = Net(
@@ -112,6 +115,7 @@ class Server:
         if kept:
             log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
         self.listeners = await listen(bounds, self.net.connection, tls=tls)
+        self.health.phase = Phase.READY
 
     async def wait(self) -> int:
         """Serve until `stop`, then drain; return the exit status."""
@@ -142,6 +146,10 @@ class Server:
         if self.metrics is not None:
             self.metrics.close()
 
+    def _turned_at(self) -> float:
+        turned_at = self.generation.counters.turned_at
+        return max(turned_at, self._guard.progress_at) if self._guard is not None else turned_at
+
     def _publish(self, result: StepResult) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self.service.on_step, result)
@@ -158,6 +166,8 @@ class Server:
 
     async def _drain(self) -> None:
         self.service.accepting = False
+        if self.health.phase is Phase.READY:
+            self.health.phase = Phase.DRAINING
         if self.listeners is not None:
             self.listeners.close()
         deadline = self._loop.time() + self._build.settings.drain_s
@@ -190,7 +200,6 @@ class Server:
             Gauge("zl_pages_in_use", "KV pages that rows hold or share.", lambda: self.pages.in_use),
             Gauge("zl_berths_in_use", "Arena berths that frames on their way in hold.", lambda: self.arena.in_use),
         ]
-
 
     def _guard_gauges(self) -> list[Gauge]:
         guard = self._guard

@@ -18,6 +18,7 @@ import numpy as np
 from zl.dispatch import Dispatcher
 from zl.emit import Emitter
 from zl.errors import Code, PeerError, RequestError
+from zl.health import Health, Phase
 from zl.net import codec
 from zl.rows import Job
 from zl.sampling import profiles
@@ -39,6 +40,7 @@ class Service:
     """Answer the requests of all connections.
 
     engine_nudge  wakes an idle engine so that it sees the control column
+    health        what pings are answered by
     call_at       call_at(monotonic seconds, function): the event loop's timer
     """
 
@@ -52,6 +54,7 @@ class Service:
         info: bytes,
         call_at: Callable[[float, Callable[[], None]], Any],
         engine_nudge: Callable[[], None],
+        health: Health,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._prompts = prompts
@@ -65,7 +68,7 @@ class Service:
         self._clock = clock
         self._jobs: dict[Any, dict[int, Job]] = {}
         self.accepting = True
-        self.healthy = True
+        self._health = health
         self.counters = ServiceCounters()
 
     # -- what connections call ---------------------------------------------------------------------------------------
@@ -109,6 +112,11 @@ class Service:
             self.dispatcher.end(job)
         self._nudge()
 
+    @property
+    def healthy(self) -> bool:
+        """Say whether the engine works."""
+        return self._health.live
+
     def server_info(self) -> bytes:
         """Return the encoded ServerInfo."""
         return self._info
@@ -136,7 +144,8 @@ class Service:
 
     def engine_failed(self, failure: BaseException) -> None:
         """End every request with INTERNAL: the engine is gone."""
-        self.healthy = self.accepting = False
+        self._health.phase = Phase.FAILED
+        self.accepting = False
         error = PeerError(Code.INTERNAL, f"the engine stopped: {type(failure).__name__}; the server is going down")
         self._end_all(error)
 

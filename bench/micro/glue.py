@@ -27,6 +27,7 @@ from zl.dispatch import Dispatcher
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import RowColumns
 from zl.gpu.weights import open_model
+from zl.health import Health
 from zl.net import codec, schema_pb2
 from zl.pages import PageBooks
 from zl.rows import Rows, Ticket
@@ -72,12 +73,11 @@ class Glue:
         shapes = Shapes(n_pages=N_PAGES)
         self._tickets: list[Ticket] = []
         self.prompts = PromptBuilder(words, shapes)
-        dispatcher = Dispatcher(
-            shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated
-        )
+        dispatcher = Dispatcher(shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated)
         self.service = Service(
             prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, dispatcher=dispatcher,
-            info=b"", call_at=lambda _when, _what: None, engine_nudge=lambda: None,
+            info=b"", call_at=lambda _when, _what: None, health=Health(time.monotonic),
+            engine_nudge=lambda: None,
         )  # fmt: skip
         self.payload = payload_of(prompt)
         self.request = codec.decode_request(self.payload)
@@ -85,7 +85,7 @@ class Glue:
         self._token = next(i for i, piece in enumerate(TokenTable(words).pieces) if piece == b" word")
         self._n = 0
 
-    def _seated(self, ticket: Ticket, _prefix: Any, _prompt_len: int) -> None:
+    def _seated(self, ticket: Ticket, _prefix: Any, _prompt_len: int, _program: int) -> None:
         self._tickets.append(ticket)
 
     def parse(self) -> None:

@@ -22,6 +22,8 @@ from zl.sampling.profiles import GENERIC, PROGRAMS
 from zl.shapes import Shapes
 
 ENDED = EOS | LENGTH | NUMERIC
+TICK_S = 0.5
+"""An idle loop turns this often, so that its silence means that it is stuck."""
 
 
 class StepResult(NamedTuple):
@@ -74,7 +76,7 @@ class LoopCounters:
     idle_waits: int = 0
     plan_ns: int = 0
     step_ns: int = 0
-    last_step_at: float = field(default_factory=time.monotonic)
+    turned_at: float = field(default_factory=time.monotonic)  # newest sign of progress: a turn, or a step that ended
 
 
 class _Flight(NamedTuple):
@@ -179,6 +181,7 @@ class GenerationLoop:
 
     def _turn(self) -> None:
         self._wake.clear()
+        self.counters.turned_at = time.monotonic()
         pause = self._between() if self._between is not None and not self._flights else None
         while self._inbox:
             self._prefill.append(self._inbox.popleft())
@@ -194,7 +197,7 @@ class GenerationLoop:
             self._publish(StepResult([], [], [], [], [], self._retire(), 0))
         elif not launched and not self._inbox:
             self.counters.idle_waits += 1
-            self._wake.wait(pause)  # sync
+            self._wake.wait(TICK_S if pause is None else min(pause, TICK_S))  # sync
 
     def _drop_ended(self) -> None:
         """Stop computing the rows that the control column names."""
@@ -333,7 +336,7 @@ class GenerationLoop:
         elapsed = time.perf_counter_ns() - flight.launched_ns
         self.counters.steps += 1
         self.counters.step_ns += elapsed
-        self.counters.last_step_at = time.monotonic()
+        self.counters.turned_at = time.monotonic()
         self._pacer.landed(flight.n_decode, flight.n_prefill, flight.n_prompts, elapsed)
         slot = self._slots[flight.slot]
         n = len(flight.drawn)

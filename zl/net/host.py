@@ -53,7 +53,10 @@ class Application(Protocol):
     """What answers requests. All calls come from the event loop's thread and must not wait."""
 
     accepting: bool
-    healthy: bool
+
+    @property
+    def healthy(self) -> bool:
+        """Say whether the engine works."""
 
     def submit(self, conn: Answers, request: Request) -> None:
         """Take a checked request; a RequestError refuses it."""
