@@ -33,7 +33,7 @@ from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.health import Health, Phase
-from zl.metrics import Gauge, MetricsServer
+from zl.metrics.http import Gauge, MetricsServer
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, bind_all, listen, systemd_sockets, tls_context, unbind
