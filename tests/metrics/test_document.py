@@ -20,7 +20,7 @@ def test_the_page_is_what_the_catalog_writes():
 def test_every_family_has_its_line():
     lines = table().splitlines()
     assert len(lines) == len(FAMILIES) + 2
-    assert all(line.count(" | ") == 2 for line in lines)
+    assert all(line.count(" | ") == 2 for line in lines[2:])
 
 
 @pytest.mark.parametrize("part", PARTS)
