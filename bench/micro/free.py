@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     counts = [int(n) for n in args.rows.split(",")]
-    step, slots = build(max(counts), args.tokens, 512, torch.bfloat16, args.threads, "auto", None)
+    step, slots, _ = build(max(counts), args.tokens, 512, torch.bfloat16, args.threads, "auto", None)
     for row in range(max(counts)):
         run(step, slots[0], [(row, 0, args.tokens, FIRST)])
     weights = products(args.threads)
