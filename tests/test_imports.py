@@ -26,6 +26,7 @@ NEVER: dict[str, set[str]] = {
     "zl.flags": {"torch", "numpy", "asyncio"},
     "zl.address": {"torch", "numpy", "asyncio", "ssl"},
     "zl.readers": {"torch", "numpy", "asyncio"},
+    "zl.policy": {"torch", "numpy", "asyncio", "zl.net"},
     "zl.config": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.download": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.pull": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},

@@ -15,6 +15,7 @@ from zl.health import Health
 from zl.net import codec
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
+from zl.policy import Policy
 from zl.rows import Rows
 from zl.service import Service
 from zl.shapes import Shapes
@@ -75,7 +76,8 @@ class Bench:
             SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
         )
         self.service = Service(
-            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
+            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+            dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
             engine_nudge=self._nudge,
             clock=lambda: self.now,

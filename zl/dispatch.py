@@ -88,11 +88,11 @@ class Dispatcher:
         )
 
     def prompt_budget(self, max_tokens: int) -> tuple[int, int]:
-        """Return (most prompt tokens, answer tokens) for a request that asks for `max_tokens` (0: the default).
+        """Return (most prompt tokens, answer tokens) for a request that may have `max_tokens` (0: the default).
 
         An answer is never cut below an eighth of the model length for the prompt's sake, unless it asks for less.
         """
-        max_new = profiles.token_limit(max_tokens, self._shapes.default_tokens, self._shapes.max_tokens)
+        max_new = min(max_tokens or self._shapes.default_tokens, self._shapes.max_model_len - 1)
         reserve = min(max_new, max(1, self._shapes.max_model_len // 8))
         return self._shapes.max_model_len - reserve, max_new
 

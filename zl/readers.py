@@ -48,19 +48,19 @@ def whole(low: int, high: int) -> Callable[[object], int]:
     return read
 
 
-def seconds(low: float, high: float) -> Callable[[object], float]:
-    """Make the reader of periods from `low` to `high` seconds."""
+def number(low: float, high: float) -> Callable[[object], float]:
+    """Make the reader of numbers from `low` to `high`."""
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueRefusedError
         try:
-            number = float(value)
+            found = float(value)
         except ValueError as error:
             raise ValueRefusedError from error
-        if not (math.isfinite(number) and low <= number <= high):
+        if not (math.isfinite(found) and low <= found <= high):
             raise ValueRefusedError
-        return number
+        return found
 
     return read
 

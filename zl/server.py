@@ -42,7 +42,6 @@ from zl.pages import PageBooks
 from zl.phases import Phases, since_exec
 from zl.rows import Rows
 from zl.service import Service
-from zl.shapes import MAX_MESSAGES
 
 log = logging.getLogger("zl")
 
@@ -80,6 +79,7 @@ class Server:
             prompts=build.prompts,
             tokens=build.tokens,
             vocab_size=build.text.vocab_size,
+            policy=build.policy,
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
@@ -186,8 +186,8 @@ class Server:
             vocab_size=build.text.vocab_size,
             max_batch=build.shapes.max_rows,
             max_model_len=build.shapes.max_model_len,
-            max_tokens=build.shapes.max_tokens,
-            max_messages=MAX_MESSAGES,
+            max_tokens=build.policy.max_tokens,
+            max_messages=build.policy.max_messages,
             max_frame=build.settings.max_frame,
             device=build.device.name,
             build_id=build.build_id,

@@ -20,6 +20,7 @@ from zl.emit import Emitter
 from zl.errors import Code, PeerError, RequestError
 from zl.health import Health, Phase
 from zl.net import codec
+from zl.policy import Policy
 from zl.rows import Job
 from zl.sampling import profiles
 from zl.text.detok import TextStream, TokenTable
@@ -50,6 +51,7 @@ class Service:
         prompts: PromptBuilder,
         tokens: TokenTable,
         vocab_size: int,
+        policy: Policy,
         dispatcher: Dispatcher,
         info: bytes,
         call_at: Callable[[float, Callable[[], None]], Any],
@@ -60,6 +62,7 @@ class Service:
         self._prompts = prompts
         self._tokens = tokens
         self._vocab_size = vocab_size
+        self.policy = policy
         self.dispatcher = dispatcher
         self.emitter = Emitter(dispatcher.rows, self._ended)
         self._info = info
@@ -177,25 +180,26 @@ class Service:
         if not self.accepting:
             raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
         self.dispatcher.ensure_room(now)
+        ruling = self.policy.rule(request)
         tokens = request.encoding == codec.Encoding.TOKENS
         if tokens:
             codec.check_tokens(request, self._vocab_size)
-        budget, max_new = self.dispatcher.prompt_budget(request.max_tokens)
-        prompt = self._prompts.build(request.system, request.messages, request.context, tokens, budget)
+        budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
+        prompt = self._prompts.build(request.system, ruling.messages, request.context, tokens, budget)
         return Job(
             conn=conn,
             request_id=request.request_id,
             prompt=np.array(prompt.ids, np.int32),
             prefix_len=prompt.prefix_len,
             max_new=max_new,
-            sampling=profiles.resolve(request.type, request.temperature, request.top_p, request.repetition_penalty),
+            sampling=profiles.resolve(request.type, ruling.temperature, request.top_p, request.repetition_penalty),
             seed=request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little"),
             stream=TextStream(self._tokens, request.stop),
             arrived=now,
             deadline=now + request.deadline_ms / 1_000 if request.deadline_ms else None,
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
-            truncated=prompt.truncated,
+            truncated=prompt.truncated or ruling.cut,
         )
 
     def _ended(self, job: Job) -> None:
