@@ -7,6 +7,7 @@ State: the choices, frozen at start, and one counter for each. Refuses torch, nu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -81,12 +82,14 @@ class Policy:
         """Most tokens of an answer."""
         self.max_messages = MANY_MESSAGES if self.actions["messages"] == ALLOW else MAX_MESSAGES
         """Most turns of a conversation."""
+        self._counting = threading.Lock()  # long prompts are built on a thread of their own
         self.counters = PolicyCounters(dict.fromkeys(self.actions.items(), 0))
 
     def over(self, limit: str) -> str:
         """Count a request that passes a threshold; return what to do about it."""
         action = self.actions[limit]
-        self.counters.exceeded[limit, action] += 1
+        with self._counting:
+            self.counters.exceeded[limit, action] += 1
         return action
 
     def rule(self, request: Request) -> Ruling:

@@ -76,8 +76,8 @@ class Glue:
         self.prompts = PromptBuilder(words, shapes)
         dispatcher = Dispatcher(shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated)
         self.service = Service(
-            prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size,
-            policy=Policy(shapes), dispatcher=dispatcher, info=b"", call_at=lambda _when, _what: None,
+            prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, policy=Policy(shapes),
+            dispatcher=dispatcher, info=b"", call_at=lambda _when, _what: None, offload=lambda work, then: then(work()),
             health=Health(time.monotonic), engine_nudge=lambda: None,
         )  # fmt: skip
         self.payload = payload_of(prompt)
