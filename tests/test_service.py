@@ -28,6 +28,8 @@ HELLO = [b"\xe4", b"\xb8\xad", b"a", b"b", b"c", b""]  # the first two are one c
 class Conn:
     """What a connection is to the service: a queue of frames, and what it was told."""
 
+    name = "tcp-1"
+
     def __init__(self):
         self.frames: list[codec.Response] = []
         self.ended: list[int] = []

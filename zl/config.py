@@ -82,6 +82,14 @@ _LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or mor
                "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
 _METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
 _TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_ACCESS = Spec("logs", readers.name, "the path of a file, or off", "file for one JSON line a finished request",
+               metavar="FILE|off")  # fmt: skip
+_AUDIT = Spec("logs", readers.name, "the path of a file, or off", "file for the amounts, dates and the like in answers",
+              metavar="FILE|off")  # fmt: skip
+_PATTERNS = Spec("logs", readers.patterns, "a table of names and regular expressions (as JSON in the environment)",
+                 "what is audited, beside or in place of the defaults", flag=False)  # fmt: skip
+_LOG_SIZE = Spec("logs", readers.size, "a size from 4KiB to 1TiB", "size at which a file is put aside", metavar="SIZE")
+_LOG_SIZES = (4 << 10, 1 << 40)
 _MAX_FRAME = Spec("limits", readers.size, "a size from 1KiB to 64MiB", "largest payload of a frame", metavar="SIZE")
 
 
@@ -129,6 +137,13 @@ class Settings:
     on_prompt_tokens: str = _action("prompt_tokens", "what becomes of messages that the model cannot hold")
     temperature_low: float = _temperature(policy.TEMPERATURES[0], "lowest temperature that is not exceptional")
     temperature_high: float = _temperature(policy.TEMPERATURES[1], "highest temperature that is not exceptional")
+
+    access_log: str = _setting("off", _ACCESS)
+    access_files: int = _count("logs", 0, 10_000, 8, "access logs put aside that are kept; 0 keeps all")
+    audit_log: str = _setting("off", _AUDIT)
+    audit_files: int = _count("logs", 0, 10_000, 0, "audit logs put aside that are kept; 0 keeps all")
+    audit_patterns: tuple[tuple[str, str], ...] = _setting((), _PATTERNS)
+    log_bytes: int = _setting(64 << 20, _LOG_SIZE)
 
     @property
     def actions(self) -> dict[str, str]:
@@ -224,7 +239,7 @@ def _line_of(text: str, section: str, key: str) -> int:
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\[?\s*[\"']?([\w.-]+)[\"']?\s*\]", line):
             current = header[1]
-            if not section and current.split(".")[0] == key:
+            if (not section and current.split(".")[0] == key) or current == f"{section}.{key}":
                 return number
         elif current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]", line):
             return number
@@ -275,6 +290,10 @@ def _check(settings: Settings, sources: Mapping[str, str]) -> None:
 
     if not _FRAME_SIZES[0] <= settings.max_frame <= _FRAME_SIZES[1]:
         refuse("max_frame", spec_of("max_frame").allowed)
+    if not _LOG_SIZES[0] <= settings.log_bytes <= _LOG_SIZES[1]:
+        refuse("log_bytes", spec_of("log_bytes").allowed)
+    if settings.audit_log == settings.access_log != "off":
+        refuse("audit_log", "another file than access_log")
     if settings.max_tokens >= settings.max_model_len:
         refuse("max_tokens", f"less than max_model_len ({settings.max_model_len}), so that a prompt has room")
     if settings.default_tokens > settings.max_tokens:

@@ -224,7 +224,8 @@ class Dispatcher:
         columns.prompt_len[row] = len(job.prompt)
         columns.max_new[row] = job.max_new
         columns.page_table[row, : len(table)] = table
-        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=job.logprobs)
+        logprobs = job.logprobs or job.record is not None
+        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=logprobs)
 
     def _retry_after_ms(self, now: float) -> int:
         """Guess when a place will be free: the mean time between recent finishes, bounded to 0.05 to 10 s."""

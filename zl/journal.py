@@ -1,7 +1,7 @@
 """A journal: an append-only file of JSON lines, written by a thread of its own; who puts something in never waits.
 
-State: the queue, the open file, and its thread. A full queue and a full disk lose entries, which is counted and, as soon
-as the file can be written again, said in it. Refuses torch, numpy, asyncio, net and whatever it is the journal of.
+State: the queue, the open file, and its thread. A full queue and a full disk lose entries, which is counted and, as
+soon as the file can be written again, said in it. Refuses torch, numpy, asyncio, net and what it is the journal of.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Journal:
     """One journal. `put` is for one thread, `reopen` and `close` for any.
 
     path       the newest file; its folder must exist
-    render     makes the lines of an entry, on the journal's thread; a line holds the entry's text only if this puts it in
+    render     makes the lines of an entry, on the journal's thread
     max_bytes  a file that would grow beyond is put aside under the time of day; one write is never split
     keep       files put aside that stay; 0: all of them
     max_queue  entries that may wait

@@ -128,6 +128,25 @@ def texts(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def patterns(value: object) -> tuple[tuple[str, str], ...]:
+    """Read a table of names and regular expressions; in one text, as JSON. An empty expression is one as well."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueRefusedError from error
+    if not isinstance(value, dict):
+        raise ValueRefusedError
+    for name_, pattern in value.items():
+        if not isinstance(pattern, str):
+            raise ValueRefusedError
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError) as error:
+            raise ValueRefusedError(f"a table of names and regular expressions; {name_}: {error}") from error
+    return tuple(value.items())
+
+
 def read_token(path: str) -> str:
     """Read an auth token from a file, without the white space around it.
 

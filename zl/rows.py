@@ -53,7 +53,7 @@ class Job:
     Times are seconds of the monotonic clock; `prompt` is int32 ids.
     """
 
-    conn: Any  # has queue(frame) and finished(request_id)
+    conn: Any  # has name, queue(frame) and finished(request_id)
     request_id: int
     prompt: np.ndarray
     prefix_len: int
@@ -74,6 +74,7 @@ class Job:
     prefix: Any = None  # pages.Prefix while it is shared
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     glue_ns: int = 0
+    record: Any = None  # audit.Record where the answer is audited
     done: bool = False
     passed: int = 0  # younger jobs seated while this one waited
 

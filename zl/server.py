@@ -22,6 +22,7 @@ import uvloop
 import zl
 from zl import warm
 from zl.address import parse_address
+from zl.audit import Audit
 from zl.build import Build, prepare
 from zl.config import Settings
 from zl.dispatch import Dispatcher, Limits
@@ -97,6 +98,7 @@ class Server:
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
         )
+        self._audit = self._open_audit()
         self.listeners: Listeners | None = None
         self.metrics: MetricsServer | None = None
 
@@ -117,6 +119,7 @@ class Server:
             kept = await warm.keep_prompts(self.service, self._build.prompts, texts, shapes, self._stop)
         if kept:
             log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
+        self.service.audit = self._audit
         self.listeners = await listen(bounds, self.net.connection, tls=tls)
         self.health.phase = Phase.READY
 
@@ -134,6 +137,11 @@ class Server:
             log.info("draining: %d requests in flight", self.service.in_flight)
         self._stop.set()
 
+    def reopen_logs(self) -> None:
+        """Open the files of the journals anew, after a log rotator has moved them away."""
+        if self._audit is not None:
+            self._audit.journal.reopen()
+
     async def close(self) -> None:
         """Give everything back; books that do not balance are reported."""
         if self.listeners is not None:
@@ -147,8 +155,19 @@ class Server:
         self.engine.close()
         self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
+        if self._audit is not None:
+            self._audit.close()
         if self.metrics is not None:
             self.metrics.close()
+
+    def _open_audit(self) -> Audit | None:
+        settings, build = self._build.settings, self._build
+        if settings.audit_log == "off":
+            return None
+        return Audit(
+            settings.audit_log, settings.audit_patterns, build.tokens, build.build_id,
+            max_bytes=settings.log_bytes, keep=settings.audit_files,
+        )  # fmt: skip
 
     def _offload(self, work: Callable[[], Built], then: Callable[[Built], None]) -> None:
         done = self._loop.run_in_executor(self._prompt_thread, work)
@@ -286,9 +305,9 @@ def run(settings: Settings) -> int:
 @contextlib.contextmanager
 def _signals(server: Server) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT)
-    for number in caught:
-        loop.add_signal_handler(number, server.stop)
+    caught = {signal.SIGTERM: server.stop, signal.SIGINT: server.stop, signal.SIGHUP: server.reopen_logs}
+    for number, function in caught.items():
+        loop.add_signal_handler(number, function)
     try:
         yield
     finally:

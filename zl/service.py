@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zl.audit import Audit
 from zl.dispatch import Dispatcher
 from zl.emit import Emitter
 from zl.errors import Code, PeerError, RequestError
@@ -93,6 +94,7 @@ class Service:
         self.accepting = True
         self._health = health
         self.counters = ServiceCounters()
+        self.audit: Audit | None = None
 
     # -- what connections call ---------------------------------------------------------------------------------------
 
@@ -103,6 +105,8 @@ class Service:
         self.counters.requests += 1
         try:
             job, build = self._job(conn, request, now)
+            if self.audit is not None:
+                self.audit.begin(job)
             if _text_bytes(request) > LONG_PROMPT_BYTES:
                 self.dispatcher.expect(job)
                 self._offload(lambda: _built(build), lambda built: self._prompt_built(job, built))
@@ -127,6 +131,7 @@ class Service:
     def closed(self, conn: Any) -> None:
         """Drop all requests of a connection that is gone."""
         for job in self._jobs.pop(conn, {}).values():
+            self._log(job)
             self.dispatcher.end(job)
         self._nudge()
 
@@ -151,6 +156,8 @@ class Service:
             if job is not None:
                 job.constant_tokens = n_constant
                 self.dispatcher.counters.constant_tokens += n_constant
+        if self.audit is not None:
+            self.audit.step(rows, result)
         touched = self.emitter.step(result.tickets, result.tokens, result.logprobs, result.flags, now)
         for ticket in result.retired:
             self.dispatcher.retire(ticket, now)
@@ -246,9 +253,15 @@ class Service:
             job.conn.flush()
 
     def _ended(self, job: Job) -> None:
+        self._log(job)
         self._forget(job)
         self.dispatcher.end(job)
         job.conn.finished(job.request_id)
+
+    def _log(self, job: Job) -> None:
+        """Tell the journals of a job that has ended, however it did."""
+        if self.audit is not None:
+            self.audit.end(job)
 
     def _forget(self, job: Job) -> None:
         jobs = self._jobs.get(job.conn)

@@ -26,6 +26,8 @@ _MESSAGE = b"Hello"
 class Own:
     """A connection that ends here: it keeps the frames of our own requests."""
 
+    name = "own"
+
     def __init__(self, n_requests: int) -> None:
         self.frames: list[bytes] = []
         self.done = asyncio.Event()
