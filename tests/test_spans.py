@@ -17,8 +17,8 @@ from zl.spans import Finder, answer_of
 from zl.text.detok import TokenTable
 
 STOPS = (b"END", "→".encode())
-PIECES = [b"a", b" b", b"12", b"3.", b"", "é".encode(), "€ 5".encode(), b"\xe2", b"\x82\xac", b"\xf0\x9f", b"\xa6\x8a", b"\xff",
-          b"\xc3", b"E", b"ND", b"\xe2\x86", b"\x92!", b"<control>"]  # fmt: skip
+PIECES = [b"a", b" b", b"12", b"3.", b"", "é".encode(), "€ 5".encode(), b"\xe2", b"\x82\xac", b"\xf0\x9f", b"\xa6\x8a",
+          b"\xff", b"\xc3", b"E", b"ND", b"\xe2\x86", b"\x92!", b"<control>"]  # fmt: skip
 CONTROL = frozenset({4, 17})
 
 
