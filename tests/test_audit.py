@@ -170,7 +170,8 @@ def test_logprobs_are_computed_where_the_audit_needs_them_and_else_only_if_asked
     for audited, asked in [(False, False), (False, True), (True, False)]:
         job = Job(
             conn=None, request_id=1, prompt=np.zeros(3, np.int32), prefix_len=0, max_new=4,
-            sampling=profiles.resolve(0), seed=1, stream=None, arrived=0.0, logprobs=asked, record=object() if audited else None,
+            sampling=profiles.resolve(0), seed=1, stream=None, arrived=0.0,
+            logprobs=asked, record=object() if audited else None,
         )  # fmt: skip
         dispatcher.admit(job, 0.0)
         assert bool(columns.row_flags[job.ticket.row] & profiles.LOGPROBS) == (audited or asked)

@@ -9,6 +9,7 @@ State: the compiled patterns. Imports nothing but the standard library, and litt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,8 @@ def main() -> None:
     """Answer until the other side closes; the server's signals are not its matter."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
+    with contextlib.suppress(OSError):  # a service manager may forbid it
+        os.nice(NICE)
     with socket.socket(fileno=os.dup(0)) as sock, sock.makefile("rwb") as lines:
         patterns = [re.compile(text) for _, text in json.loads(lines.readline())]
         for line in lines:
