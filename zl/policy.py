@@ -85,6 +85,11 @@ class Policy:
         self._counting = threading.Lock()  # long prompts are built on a thread of their own
         self.counters = PolicyCounters(dict.fromkeys(self.actions.items(), 0))
 
+    def start_counting(self) -> None:
+        """Begin anew, in place: what the server asked itself before READY is nobody's request."""
+        for item in self.counters.exceeded:
+            self.counters.exceeded[item] = 0
+
     def over(self, limit: str) -> str:
         """Count a request that passes a threshold; return what to do about it."""
         action = self.actions[limit]

@@ -33,8 +33,8 @@ PATTERNS = {**DEFAULT_PATTERNS, "number": r"\d+"}
 class Audited:
     """A server with both its audit log and what clients were sent."""
 
-    def __init__(self, server: ServerProcess, path: Path):
-        self.server, self.path = server, path
+    def __init__(self, server: ServerProcess, path: Path, access: Path):
+        self.server, self.path, self.access = server, path, access
 
     def lines(self) -> list[dict]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
@@ -54,10 +54,11 @@ class Audited:
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory, gguf_path) -> Iterator[Audited]:
     folder = tmp_path_factory.mktemp("audit")
-    path = folder / "audit.jsonl"
+    path, access = folder / "audit.jsonl", folder / "access.jsonl"
     env = {"ZL_AUDIT_PATTERNS": json.dumps({"number": PATTERNS["number"]})}
-    for server in serving(folder, "--model", str(gguf_path), "--audit-log", str(path), env=env):
-        yield Audited(server, path)
+    flags = ("--model", str(gguf_path), "--audit-log", str(path), "--access-log", str(access))
+    for server in serving(folder, *flags, env=env):
+        yield Audited(server, path, access)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,21 @@ def test_recall_is_whole_tokens_are_exact_and_no_other_text_is_in_the_log(audite
     fields = "time request_id connection build_id seed name span token_index token_ids logprobs amount date number"
     strange = {w for w in spoken if w in logged and w not in in_spans and w not in fields and w not in "percentage"}
     assert not strange
+
+
+def test_the_access_log_has_a_line_a_request_with_its_times_and_no_text(audited, answers):
+    lines = [json.loads(line) for line in audited.access.read_text().splitlines()][: len(PROMPTS)]
+    assert sorted(line["request_id"] for line in lines) == [1, 2, 3, 4]
+    for line in lines:
+        _, tokens, _ = answers[line["request_id"] - 1]
+        assert (line["outcome"], line["type"]) == ("length" if len(tokens) == 160 else "stop", "SUMMARIZE")
+        assert line["completion_tokens"] == len(tokens)
+        assert line["connection"].startswith("unix-")
+        assert 0 < line["first_token_us"] < line["total_us"]
+        assert sum(line["parts_us"].values()) == pytest.approx(line["total_us"], rel=0.1)
+        assert line["parts_us"]["graph_replay"] > 0.5 * line["total_us"]
+    logged = audited.access.read_text()
+    assert not [word for prompt in PROMPTS for word in re.findall(r"[A-Za-z]{5,}", prompt) if word in logged]
 
 
 def test_the_wire_is_the_same_with_and_without(answers, default_server):
