@@ -19,6 +19,7 @@ from zl.measures import (
     PROFILES,
     WAIT_BUCKETS,
 )
+from zl.policy import ACTIONS, DEFAULTS
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -33,8 +34,7 @@ CODES = (
     "internal", "numeric", "duplicate_id",
 )  # fmt: skip
 
-LIMITS = ("max_tokens", "temperature", "messages", "system_prompt")
-ACTIONS = ("allow", "clamp", "reject")
+LIMITS = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True, slots=True)

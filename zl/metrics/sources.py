@@ -129,6 +129,7 @@ def _requests(p: Parts) -> dict[str, Read]:
         "zl_errors_total": errors,
         "zl_tokens_total": tokens,
         "zl_truncations_total": lambda: p.dispatcher.counters.truncated,
+        "zl_threshold_exceeded_total": service.policy.counters.exceeded.copy,
     }
 
 
