@@ -19,7 +19,6 @@ from zl.measures import (
     PROFILES,
     WAIT_BUCKETS,
 )
-from zl.policy import ACTIONS, DEFAULTS
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -34,7 +33,8 @@ CODES = (
     "internal", "numeric", "duplicate_id",
 )  # fmt: skip
 
-LIMITS = tuple(DEFAULTS)
+LIMITS = ("max_tokens", "temperature", "messages", "system_prompt")
+ACTIONS = ("allow", "clamp", "reject")
 
 
 @dataclass(frozen=True, slots=True)
