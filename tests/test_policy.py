@@ -1,4 +1,4 @@
-"""zl/policy: each threshold with each action, and its counter; all through the service where a tokenizer has no say."""
+"""zl/policy: each threshold with each action and its counter, and the settings that choose them."""
 
 from __future__ import annotations
 
