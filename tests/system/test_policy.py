@@ -53,14 +53,13 @@ def test_max_tokens(served):
     assert client.hello().max_tokens == (447 if action == "allow" else 16)
 
 
-@pytest.mark.parametrize(("value", "nearest"), [(0.9, 0.8), (0.0, 0.1), (3.0, 0.8)])
-def test_temperature(served, value, nearest):
+def test_temperature(served):
     action, client = served
-    clamped = client.ask("a", temperature=nearest, **SHORT)
+    clamped = client.ask("a", temperature=0.8, **SHORT)
     if action == "reject":
-        refused(client, "temperature", "a", temperature=value, **SHORT)
+        refused(client, "temperature", "a", temperature=100.0, **SHORT)
         return
-    answer = client.ask("a", temperature=value, **SHORT)
+    answer = client.ask("a", temperature=100.0, **SHORT)  # less would not move a model this sure of itself
     assert (bits(answer) == bits(clamped)) == (action == "clamp")
 
 
