@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zl.errors import ConfigError
+from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
 
@@ -114,6 +115,7 @@ class Journal:
     # -- the journal's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        name_this_thread(f"zl-{self.path.stem}")
         while not self._ending or not self._queue.empty():
             entry = self._queue.get()
             data, n_entries = [], 0
