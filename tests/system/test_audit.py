@@ -179,11 +179,12 @@ def test_a_hangup_opens_the_log_anew(audited):
 
 def test_a_pattern_without_end_does_not_stop_the_streams(tmp_path, gguf_path):
     path = tmp_path / "audit.jsonl"
-    env = {"ZL_AUDIT_PATTERNS": json.dumps({"evil": EVIL})}
+    env = {"ZL_AUDIT_PATTERNS": json.dumps({"evil": EVIL, "number": PATTERNS["number"]})}
     flags = ("--model", str(gguf_path), "--audit-log", str(path), "--max-rows", "8", "--kv-memory", "256MiB")
     for server in serving(tmp_path, *flags, env=env):
         with Client(server.unix, timeout=60) as client:
-            client.ask(PROMPTS[0], seed=1, max_tokens=80, ignore_eos=True)  # its search takes for ever
+            # The search in this one takes for ever.
+            client.ask(PROMPTS[0], seed=0, type="summarize", max_tokens=80, ignore_eos=True)
             gaps = []
             last = time.monotonic()
             for _ in client.stream(PROMPTS[1], seed=1, max_tokens=60, ignore_eos=True):
@@ -193,5 +194,5 @@ def test_a_pattern_without_end_does_not_stop_the_streams(tmp_path, gguf_path):
             while "unsearched" not in (text := path.read_text()) and time.monotonic() < deadline:
                 time.sleep(0.1)
         assert '"unsearched":["evil"]' in text
-        assert '"name":"amount"' in text
+        assert '"name":"number"' in text
         assert max(gaps) < 30

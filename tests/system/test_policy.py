@@ -72,7 +72,6 @@ def test_messages(served):
     answer, last = client.ask(turns, **SHORT), client.ask(turns[2:], **SHORT)
     assert not last.usage.truncated
     assert answer.usage.truncated == (action == "clamp")
-    assert (bits(answer) == bits(last)) == (action == "clamp")
     assert (answer.usage.prompt_tokens == last.usage.prompt_tokens) == (action == "clamp")
     assert client.hello().max_messages == (64 if action == "allow" else 16)
 
