@@ -41,6 +41,7 @@ class DispatchCounters:
     seated: int = 0
     retired: int = 0
     truncated: int = 0
+    prompt_tokens: int = 0  # of requests that the engine has begun
     constant_tokens: int = 0
 
 
@@ -77,9 +78,23 @@ class Dispatcher:
         """Count the jobs that wait for a row."""
         return len(self._queue)
 
+    @property
+    def waiting(self) -> int:
+        """Count the jobs that wait for a row, or for their prompt."""
+        return len(self._queue) + len(self._expected)
+
+    @property
+    def unusable_pages(self) -> int:
+        """Count the pages that could be handed out now but are no use to the oldest waiting job; any thread."""
+        try:
+            oldest = self._queue[0]
+        except IndexError:
+            return 0
+        return self._pages.available() % pages_for(len(oldest.prompt) + oldest.max_new)
+
     def ensure_room(self, now: float) -> None:
         """Raise OVERLOADED, with a hint when to come back, where the queue has no place left."""
-        n_waiting = len(self._queue) + len(self._expected)
+        n_waiting = self.waiting
         if n_waiting < self._limits.max_queue:
             return
         self.counters.overloaded += 1

@@ -13,6 +13,9 @@ PAGE = 32
 MAX_ROWS = 256
 """Batch seats in the widest build."""
 
+TOKEN_BUCKETS = (16, 64, 256)
+"""Step sizes in tokens below the widest, which is the build's `step_tokens`: the tiles of `linear` change at 16, 64."""
+
 HEADER_BYTES = 4
 MAX_FRAME = 262_144
 MAX_MESSAGES = 16

@@ -1,7 +1,7 @@
 """The list of metric families: what each is called, counts, is labelled with, and teaches.
 
 The collector refuses a name that is not here; docs, dashboard and alert rules are checked against it by tests.
-State: none but frozen families. Imports the standard library only, so that tools can read it without a server.
+State: none but frozen families. Imports nothing that a server needs, so that tools can read it without one.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from zl.measures import (
+    COMPONENTS,
+    E2E_BUCKETS,
+    GAP_BUCKETS,
+    PART_BUCKETS,
+    PARTS,
+    PROFILES,
+    WAIT_BUCKETS,
+)
+
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
-COMPONENTS = (
-    "frame_read", "protobuf_parse", "tokenize", "context_load", "schedule", "sampling", "graph_replay", "encode",
-    "write",
-)  # fmt: skip
-"""The parts of the way from socket to token and back: values of `component`."""
-
-PARTS = ("queue", *COMPONENTS, "heartbeat", "crossing")
-"""What a request's end-to-end time consists of: values of `part`."""
-
-GLUE = (*(c for c in COMPONENTS if c != "graph_replay"), "crossing")
-"""The parts that are neither waiting, nor the model's own computation, nor its guard."""
-
-PROFILES = ("CHAT", "SUMMARIZE", "CREATIVE")
 OUTCOMES = (
     "stop", "length", "cancelled", "disconnected", "bad_request", "limit_exceeded", "overloaded", "deadline_exceeded",
     "draining", "internal", "numeric", "duplicate_id",
@@ -38,21 +35,6 @@ CODES = (
 
 LIMITS = ("max_tokens", "temperature", "messages", "system_prompt")
 ACTIONS = ("allow", "clamp", "reject")
-
-# Upper bounds, seconds. A microsecond is what a small part takes, a second what a full step on a small CPU takes.
-PART_BUCKETS = (
-    1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5,
-    1.0, 2.5,
-)  # fmt: skip
-GAP_BUCKETS = (
-    1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 4e-2, 6e-2, 8e-2, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0,
-)  # fmt: skip
-WAIT_BUCKETS = (
-    1e-4, 1e-3, 5e-3, 1e-2, 2e-2, 4e-2, 6e-2, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5, 2.5, 4.0, 6.0, 10.0, 20.0, 60.0,
-)  # fmt: skip
-E2E_BUCKETS = (
-    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +105,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "zl_inter_token_seconds", HISTOGRAM, "seconds",
-        "Time between two tokens of one answer, one observation a token but the first. Its tail is what a reader sees "
+        "Time between two frames of one answer, one observation a frame but the first; a frame carries one token, but "
+        "for a last one that only says stop. Its tail is what a reader sees "
         "as stutter: long prompts of others, heartbeats and garbage collection show here.",
         **_by("profile", *PROFILES), buckets=GAP_BUCKETS,
     ),
     Family(
         "zl_queue_seconds", HISTOGRAM, "seconds",
-        "From submission until a row and pages were given, for completed answers. Grows when rows or pages are short: "
-        "see zl_queue_depth and zl_pages.",
+        "Waiting of completed answers, from submission until the engine began the prompt, less tokenize and schedule. "
+        "Grows when rows or pages are short, see zl_queue_depth and zl_pages, or when many prompts wait for steps.",
         **_by("profile", *PROFILES), buckets=WAIT_BUCKETS,
     ),
     Family(

@@ -33,6 +33,7 @@ STAGES = (
     "sample", "total",
 )  # fmt: skip
 """Names of `NativeStep.times()`."""
+_PLAN, _EMBED, _SAMPLE = (STAGES.index(name) for name in ("plan", "embed", "sample"))
 
 
 def pool_bytes(shape: ModelShape, n_pages: int, item_bytes: int) -> int:
@@ -101,6 +102,8 @@ class NativeStep:
                 f"{pool_bytes(shape, n_pages, item) / 2**30:.2f} GiB beside the weights; lower pages or rows"
             )
         self._views()
+        self._times = np.zeros(len(STAGES), np.float64)
+        self._times_at = self._times.ctypes.data
         try:
             if isinstance(weights, Packed):
                 with weights.weights.open("rb") as file:
@@ -238,9 +241,24 @@ class NativeStep:
 
     def times(self) -> dict[str, float]:
         """Give the last step's microseconds by stage, as the first worker saw them (waiting included)."""
-        out = np.zeros(len(STAGES), np.float64)
-        self._lib.zl_times(self._handle, out.ctypes.data, len(STAGES))
-        return dict(zip(STAGES, out.tolist(), strict=True))
+        self._lib.zl_times(self._handle, self._times_at, len(STAGES))
+        return dict(zip(STAGES, self._times.tolist(), strict=True))
+
+    def inner_ns(self) -> tuple[int, int]:
+        """Tell what the last step spent on its context (plan, embeddings) and on sampling, in nanoseconds.
+
+        The first worker writes its times when it leaves a stage. It may leave the last one after another worker has
+        ended the step: sampling then counts as 0, which the caller cannot tell and need not.
+        """
+        self._lib.zl_times(self._handle, self._times_at, len(STAGES))
+        times = self._times
+        return int(1e3 * (times[_PLAN] + times[_EMBED])), int(1e3 * times[_SAMPLE])
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Count what is held, bytes by component."""
+        item = 2 if self.dtype == "bfloat16" else 4
+        return {"weights": self.packed_bytes, "kv_pool": pool_bytes(self.shape, self.n_pages, item)}
 
     @property
     def _handle(self) -> int:
