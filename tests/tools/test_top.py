@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.fake_metrics import FakeMetrics
-from zl.metrics.catalog import CATALOG, GLUE, PARTS
+from zl.measures import GLUE, PARTS
+from zl.metrics.catalog import CATALOG
 from zl.tools import top_figures, top_view
 from zl.tools.top_figures import Figures, Window
 from zl.tools.top_scrape import Scrape, gained, gained_buckets, quantile, read_page
@@ -17,9 +18,9 @@ from zl.tools.top_scrape import Scrape, gained, gained_buckets, quantile, read_p
 ROOT = Path(__file__).parents[2]
 
 
-def pages(*changes, seconds: float = 1.0) -> Window:
+def pages(*changes, seconds: float = 1.0, since_start: bool = False) -> Window:
     """A window over one page before and one after each change of a fake server."""
-    fake, window = FakeMetrics(), Window("127.0.0.1:9433")
+    fake, window = FakeMetrics(), Window("127.0.0.1:9433", since_start=since_start)
     window.add(read_page(fake.page(), 0.0))
     for i, change in enumerate(changes):
         change(fake)
@@ -52,7 +53,7 @@ def test_counts_are_those_of_the_newest_page():
     assert (found.rows, found.max_rows, found.queue, found.connections) == (156, 256, 12, 9)
     assert (found.pages_used, found.pages_constant, found.pages) == (60, 10, 100)
     assert (found.fragmentation, found.beat_age_s, found.state) == (0.25, 4.5, "ready")
-    assert found.facts == ["A model", "cpu, 2 cores", "zl 9.9.9"]
+    assert found.facts == ["A model", "CHAT", "cpu, 2 cores", "zl 9.9.9"]
 
 
 def test_rates_are_over_the_last_two_pages():
@@ -68,7 +69,7 @@ def test_rates_are_over_the_last_two_pages():
     assert found.history == [500, 250, 0]
 
 
-def test_shares_and_latencies_are_over_the_window_and_since_the_start_where_nothing_happened():
+def test_shares_and_latencies_are_over_the_window_or_since_the_start():
     def slow(fake):
         fake.observe("zl_inter_token_seconds", 5.0, 1_000, profile="CHAT")
         fake.add("zl_request_time_seconds_total", 50, part="encode")
@@ -93,8 +94,10 @@ def test_shares_and_latencies_are_over_the_window_and_since_the_start_where_noth
     assert found.glue == pytest.approx(0.2)
     assert found.hits == pytest.approx(0.75)
     idle = pages(slow, nothing, nothing, nothing, seconds=6.0).figures()
-    assert idle.gap[0] == pytest.approx(6.25)
-    assert (idle.glue, idle.hits) == (pytest.approx(0.5), pytest.approx(0.1))
+    assert (idle.gap, idle.glue, idle.hits, idle.parts) == ((None, None), None, None, {})
+    whole = pages(slow, nothing, nothing, nothing, seconds=6.0, since_start=True).figures()
+    assert whole.gap[0] == pytest.approx(6.25)
+    assert (whole.glue, whole.hits) == (pytest.approx(0.5), pytest.approx(0.1))
 
 
 def test_nothing_known_is_told_from_nothing_there():

@@ -23,8 +23,8 @@ its metrics. Reading them costs the server nothing while it computes.
 On a terminal the view is redrawn each second; q or Ctrl-C ends it. Elsewhere, in a pipe or a file, one line is printed
 each second. NO_COLOR turns colours off.
 
-Counts are of this moment. Rates are over the last second, latencies and shares over the last ten (since the server's
-start, where nothing happened in them). The map has one cell for each row of the batch; the busy ones are drawn first.
+Counts are of this moment. Rates are over the last second, latencies and shares over the last ten; with --once over the
+server's whole life. The map has one cell for each row of the batch; the busy ones are drawn first.
 """
 EPILOG = """\
 examples:
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics", metavar="HOST:PORT", help="where the server's metrics are (default: as zl serve "
                         "would be told here: the file, the environment, else 127.0.0.1:9433)")  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="TOML file with the server's settings")
-    parser.add_argument("--once", action="store_true", help="show one second and end")
+    parser.add_argument("--once", action="store_true", help="show once, with latencies and shares since the server's "
+                        "start, and end")  # fmt: skip
     parser.add_argument("--lines", action="store_true", help="print a line each second, also on a terminal")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two readings "
                         "(default: 1)")  # fmt: skip
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 3_600:
         raise ConfigError("--interval must be from 0.1 to 3600 seconds")
     address = _address(args)
-    window = Window(str(address).removeprefix("tcp:"))
+    window = Window(str(address).removeprefix("tcp:"), since_start=args.once)
     window.add(scrape(address))
     glyphs = UNICODE if "utf" in (sys.stdout.encoding or "").lower() else ASCII
     on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"

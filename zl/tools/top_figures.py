@@ -68,10 +68,14 @@ class Figures:
 
 
 class Window:
-    """The scrapes of the last seconds. `add` each new one, or say that it was `missed`; `figures` tells the rest."""
+    """The scrapes of the last seconds. `add` each new one, or say that it was `missed`; `figures` tells the rest.
 
-    def __init__(self, address: str):
+    since_start  latencies, shares and new errors are of the server's whole life instead of the last seconds
+    """
+
+    def __init__(self, address: str, *, since_start: bool = False):
         self._address = address
+        self._since_start = since_start
         self._scrapes: deque[Scrape] = deque()
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._trouble = ""
@@ -105,7 +109,8 @@ class Window:
         out = Figures(self._address, trouble=self._trouble)
         if not self._scrapes:
             return out
-        new, old = self._scrapes[-1], self._scrapes[0]
+        new = self._scrapes[-1]
+        old = Scrape(0.0) if self._since_start else self._scrapes[0]
         rows, pages = new.by("zl_rows", "state"), new.by("zl_pages", "state")
         out.state = "no answer" if self._trouble else _state(new)
         out.facts = _facts(new)
@@ -131,7 +136,7 @@ class Window:
         out.beat_age_s = age if age is not None and math.isfinite(age) else None
         out.parts = _parts(new, old)
         out.errors = new.by("zl_errors_total", "code")
-        out.new_errors = {code: gained(new, old, "zl_errors_total", code=code) or 0.0 for code in out.errors}
+        out.new_errors = _grown_by(new, old, "zl_errors_total", "code")
         return out
 
 
@@ -147,7 +152,8 @@ def _state(new: Scrape) -> str:
 
 def _facts(new: Scrape) -> list[str]:
     told = new.labels("zl_build_info")
-    facts = [told.get("model", ""), told.get("device", ""), f"zl {told['version']}" if "version" in told else ""]
+    version = f"zl {told['version']}" if "version" in told else ""
+    facts = [told.get("model", ""), told.get("program", ""), told.get("device", ""), version]
     return [fact for fact in facts if fact]
 
 
@@ -158,10 +164,8 @@ def _up(new: Scrape) -> float | None:
 
 
 def _grown_by(new: Scrape, old: Scrape, name: str, label: str) -> dict[str, float]:
-    """Say how a counter grew by one label in the window; since the start where it did not grow at all."""
-    now = new.by(name, label)
-    grown = {key: gained(new, old, name, **{label: key}) or 0.0 for key in now}
-    return grown if any(grown.values()) else now
+    """Say how a counter grew, by one label."""
+    return {key: gained(new, old, name, **{label: key}) or 0.0 for key in new.by(name, label)}
 
 
 def _glue(new: Scrape, old: Scrape) -> float | None:
@@ -185,6 +189,4 @@ def _parts(new: Scrape, old: Scrape) -> dict[str, float]:
 
 def _pair(new: Scrape, old: Scrape, name: str) -> Pair:
     buckets = gained_buckets(new, old, name)
-    if not buckets or buckets[-1][1] <= 0:
-        buckets = new.buckets(name)
     return quantile(buckets, 0.5), quantile(buckets, 0.99)
