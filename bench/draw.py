@@ -16,7 +16,7 @@ Answer = list[dict[str, Any]]
 
 COLOURS = {"": "#d8dee9", "1": "#ffffff", "2": "#7b8494", "31": "#ef5b5b", "32": "#7bc275", "33": "#e5b454",
            "36": "#56b6c2"}  # fmt: skip
-BACKGROUND = "#14171c"
+BACKGROUND, SHADE = "#14171c", "#343942"
 BLOCKS = "▁▂▃▄▅▆▇█"
 PAPER, INK, FAINT = "#181b1f", "#ccccdc", "#8e8e9a"
 SERIES = ("#73bf69", "#f2cc0c", "#8ab8ff", "#ff780a", "#f2495c", "#b877d9", "#5794f2", "#96d98d", "#ffb357", "#c4162a",
@@ -33,7 +33,7 @@ def draw_terminal(screen: Terminal, path: Path) -> None:
     from matplotlib.patches import Rectangle
 
     used = max(i + 1 for i, line in enumerate(screen.text()) if line)
-    wide, high = 0.092, 0.19  # inches of a cell
+    wide, high = 0.08, 0.18  # inches of a cell
     figure = Figure(figsize=((screen.columns + 4) * wide, (used + 2) * high), dpi=150, facecolor=BACKGROUND)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
@@ -48,7 +48,7 @@ def draw_terminal(screen: Terminal, path: Path) -> None:
                 height = (BLOCKS.index(text) + 1) / len(BLOCKS) * 0.9
                 axes.add_patch(Rectangle((x, y + 0.95 - height), 1.02, height, color=colour, lw=0))
             elif text == "░":
-                axes.add_patch(Rectangle((x, y + 0.05), 1.02, 0.9, color=colour, alpha=0.35, lw=0))
+                axes.add_patch(Rectangle((x, y + 0.05), 1.02, 0.9, color=SHADE, lw=0))
             elif text == "■":
                 axes.add_patch(Rectangle((x + 0.1, y + 0.2), 0.8, 0.62, color=colour, lw=0))
             else:
@@ -82,18 +82,33 @@ def draw_dashboard(panels: list[tuple[dict[str, Any], list[Answer]]], path: Path
         at = panel["gridPos"]
         box = (x / 24 + 0.002, 1 - (y + at["h"]) / rows + 0.002, at["w"] / 24 - 0.004, at["h"] / rows - 0.004)
         figure.patches.append(_card(figure, box))
-        figure.text(box[0] + 0.006, box[1] + box[3] - 0.25 / rows, panel["title"], color=INK, fontsize=9.5, weight="bold",
-                    va="top")  # fmt: skip
-        left, low, top = (0.036, 1.7 / rows, 1.2 / rows) if panel["type"] in ("timeseries", "heatmap") else (0.01, 0, 0.01)
+        figure.text(box[0] + 0.006, box[1] + box[3] - 0.25 / rows, panel["title"], color=INK, fontsize=9.5,
+                    weight="bold", va="top")  # fmt: skip
+        left, low, top = _margins(panel, answers)
+        left, low, top = left, low / rows, top / rows
         axes = figure.add_axes((box[0] + left, box[1] + low, box[2] - left - 0.01, box[3] - low - top))
         _KINDS[panel["type"]](axes, panel, answers)
     figure.savefig(path, facecolor="#0f1114")
 
 
+def _margins(panel: dict[str, Any], answers: list[Answer]) -> tuple[float, float, float]:
+    """Give the room beside the axes: left as a share of the picture, below and above in rows of the grid."""
+    if panel["type"] == "heatmap":
+        return 0.036, 0.8, 1.2
+    if panel["type"] == "timeseries":
+        return 0.036, 0.8 + 0.42 * math.ceil(len(_series(panel, answers)) / _legend_columns(panel)), 1.2
+    return 0.01, 0, 0.2
+
+
+def _legend_columns(panel: dict[str, Any]) -> int:
+    return max(1, panel["gridPos"]["w"] // 2)
+
+
 def _card(figure: Any, box: tuple[float, float, float, float]) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle(box[:2], box[2], box[3], transform=figure.transFigure, facecolor=PAPER, edgecolor="#2a2d33", zorder=-1)
+    return Rectangle(box[:2], box[2], box[3], transform=figure.transFigure, facecolor=PAPER, edgecolor="#2a2d33",
+                     zorder=-1)  # fmt: skip
 
 
 def unit(value: float, name: str) -> str:
@@ -191,32 +206,33 @@ def _whole(begin: float) -> Any:
     return FixedLocator([begin + 10 * i for i in range(100)])
 
 
-def _timeseries(axes: Axes, panel: dict[str, Any], answers: list[Answer]) -> None:
-    defaults = panel["fieldConfig"]["defaults"]
+def _series(panel: dict[str, Any], answers: list[Answer]) -> list[tuple[str, list[float], list[float]]]:
+    """Give (legend, times, values) of what is worth a line: all that have a number other than 0, at least one."""
     found = []
     for target, answer in zip(panel["targets"], answers, strict=True):
         for series in answer:
             times, values = _points(series)
             if any(map(math.isfinite, values)):
                 found.append((_legend(target, series["metric"]), times, values))
-    if not found:
+    shown = [one for one in found if _most(one[2]) > 0] or found[:1]
+    if panel["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal":
+        shown.sort(key=lambda one: -_most(one[2]))
+    return shown
+
+
+def _most(values: list[float]) -> float:
+    return max(value for value in values if math.isfinite(value))
+
+
+def _timeseries(axes: Axes, panel: dict[str, Any], answers: list[Answer]) -> None:
+    defaults, shown = panel["fieldConfig"]["defaults"], _series(panel, answers)
+    if not shown:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, color=FAINT, ha="center")
         return
-    stacked = defaults["custom"]["stacking"]["mode"] == "normal"
-    # What is nothing throughout takes no place in a legend this small.
-    shown = [one for one in found if any(v > 0 for v in one[2] if math.isfinite(v))] or found[:1]
-    shown.sort(key=lambda one: -max(v for v in one[2] if math.isfinite(v)) if stacked else 0)
-    _dress(axes, min(t[0] for _, t, _ in shown), max(t[-1] for _, t, _ in shown))
-    if stacked:
-        grid = sorted({at for _, times, _ in shown for at in times})
-        base = [0.0] * len(grid)
-        for (name, times, values), colour in zip(shown, SERIES * 3, strict=False):
-            known = dict(zip(times, values, strict=True))
-            top = [low + (known.get(at, 0.0) if math.isfinite(known.get(at, 0.0)) else 0.0)
-                   for low, at in zip(base, grid, strict=True)]  # fmt: skip
-            axes.fill_between(grid, base, top, color=colour, alpha=0.45, lw=0.8, label=name)
-            base = top
+    _dress(axes, min(times[0] for _, times, _ in shown), max(times[-1] for _, times, _ in shown))
+    if defaults["custom"]["stacking"]["mode"] == "normal":
+        _stack(axes, shown)
     else:
         for (name, times, values), colour in zip(shown, SERIES * 3, strict=False):
             axes.plot(times, values, color=colour, lw=1.3, label=name)
@@ -228,15 +244,26 @@ def _timeseries(axes: Axes, panel: dict[str, Any], answers: list[Answer]) -> Non
             if step["value"] is not None:
                 axes.axhline(step["value"], color=NAMED[step["color"]], lw=1, ls="--")
     axes.yaxis.set_major_formatter(lambda value, _: unit(value, defaults["unit"]))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, fontsize=6.5, frameon=False, labelcolor=INK,
-                handlelength=1.2, columnspacing=1.2)  # fmt: skip
+    height = axes.get_window_extent().height
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -22 / height), ncols=_legend_columns(panel), fontsize=6.5,
+                frameon=False, labelcolor=INK, handlelength=1.2, columnspacing=1.0, borderaxespad=0)  # fmt: skip
 
 
-def _heatmap(axes: Axes, panel: dict[str, Any], answers: list[Answer]) -> None:
+def _stack(axes: Axes, shown: list[tuple[str, list[float], list[float]]]) -> None:
+    grid = sorted({at for _, times, _ in shown for at in times})
+    base = [0.0] * len(grid)
+    for (name, times, values), colour in zip(shown, SERIES * 3, strict=False):
+        known = {at: value for at, value in zip(times, values, strict=True) if math.isfinite(value)}
+        top = [low + known.get(at, 0.0) for low, at in zip(base, grid, strict=True)]
+        axes.fill_between(grid, base, top, color=colour, alpha=0.55, lw=0.8, label=name)
+        base = top
+
+
+def _heatmap(axes: Axes, _panel: dict[str, Any], answers: list[Answer]) -> None:
     """Draw observations by time and bucket; the buckets are even in height, as wide ones would hide narrow ones."""
     import numpy as np
 
-    by_bound = sorted((float(series["metric"]["le"]), dict(zip(*_points(series), strict=True))) for series in answers[0])
+    by_bound = sorted((float(one["metric"]["le"]), dict(zip(*_points(one), strict=True))) for one in answers[0])
     times = sorted({at for _, known in by_bound for at in known})
     counted = np.array([[known.get(at, 0.0) for at in times] for _, known in by_bound])
     each = np.diff(counted, axis=0, prepend=0.0).clip(min=0)

@@ -1,7 +1,7 @@
-"""Make the pictures of docs/observability.md: `python -m bench.pictures`; takes about a minute and both need matplotlib.
+"""Make the pictures of docs/observability.md, in about a minute: `python -m bench.pictures`.
 
-A server under load, `zl top` on a pseudo-terminal beside it, and a real Prometheus that scrapes it and is then asked the
-dashboard's own queries. What was measured is kept beside the pictures' folder only as the pictures. Owns no state.
+A server under load, `zl top` on a pseudo-terminal beside it, and a real Prometheus that scrapes it and is then asked
+the dashboard's own queries. Owns no state.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ PERIOD = "5s"
 STEP_S = 1.0
 
 
-def conversations(path: Path, kinds: tuple[str, ...], n: int) -> Path:
+def conversations(path: Path, kinds: tuple[str, ...], tokens: int, n: int = 200) -> Path:
     """Write n conversations of these profiles; lengths differ, so that streams do not go in step."""
-    lines = [{"system": prompts.text(40, 0), "messages": [prompts.text(30 + i % 7 * 10, i)], "type": kinds[i % len(kinds)],
-              "max_tokens": 32 + i % 5 * 16} for i in range(n)]  # fmt: skip
+    system = prompts.text(40, 0)
+    lines = [{"system": system, "messages": [prompts.text(30 + i % 7 * 10, i)], "type": kinds[i % len(kinds)],
+              "max_tokens": tokens + i % 5 * (tokens // 2)} for i in range(n)]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -79,7 +80,7 @@ def wrong(address: str, n: int) -> None:
                 client.ask("hi", top_p=7.0)
 
 
-def capture(metrics: str, seconds: float, columns: int = 100, lines: int = 24) -> Terminal:
+def capture(metrics: str, seconds: float, columns: int = 110, lines: int = 24) -> Terminal:
     """Let `zl top` run on a terminal for a while; give what it then shows."""
     screen = Terminal(columns, lines)
     master, slave = pty.openpty()
@@ -87,12 +88,12 @@ def capture(metrics: str, seconds: float, columns: int = 100, lines: int = 24) -
     child = subprocess.Popen([sys.executable, "-m", "zl", "top", "--metrics", metrics], stdin=slave, stdout=slave,
                              env=os.environ | {"TERM": "xterm", "PYTHONUTF8": "1"})  # fmt: skip
     try:
-        deadline, held = time.monotonic() + seconds, ""
+        deadline, held = time.monotonic() + seconds, b""
         while time.monotonic() < deadline:
             if select.select([master], [], [], 0.2)[0]:
-                held += os.read(master, 65_536).decode()
-                drawn, mark, held = held.rpartition("\x1b[J")
-                screen.feed(drawn + mark)
+                # A read may end within a character: what is fed ends with a whole drawing.
+                drawn, mark, held = (held + os.read(master, 65_536)).rpartition(b"\x1b[J")
+                screen.feed((drawn + mark).decode())
         return screen
     finally:
         child.send_signal(signal.SIGINT)
@@ -120,7 +121,7 @@ def run(out: Path, seconds: float, streams: int) -> None:
     with tempfile.TemporaryDirectory(prefix="zl-pictures-") as name:
         folder = Path(name)
         address, metrics = f"unix:{folder / 's'}", f"127.0.0.1:{free_port()}"
-        argv = [sys.executable, "-m", "zl", "serve", "--listen", address, "--metrics", metrics, "--kv-memory", "512MiB",
+        argv = [sys.executable, "-m", "zl", "serve", "--listen", address, "--metrics", metrics, "--kv-memory", "448MiB",
                 "--heartbeat-s", "10"]  # fmt: skip
         server = Server("zl", argv, os.environ, folder / "zl.log")
         try:
@@ -131,8 +132,8 @@ def run(out: Path, seconds: float, streams: int) -> None:
             data.mkdir()
             with Prometheus(data, metrics) as prometheus:
                 begin = time.time() + 2
-                chat = conversations(folder / "chat.jsonl", ("CHAT",), 200)
-                others = conversations(folder / "others.jsonl", ("SUMMARIZE", "CREATIVE"), 200)
+                chat = conversations(folder / "chat.jsonl", ("CHAT",), 32)
+                others = conversations(folder / "others.jsonl", ("SUMMARIZE", "CREATIVE"), 8)
                 with load(address, streams, chat):
                     screen = capture(metrics, seconds * 0.45)
                     wrong(address, 6)

@@ -47,7 +47,7 @@ class OnTerminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.screen = Terminal(columns, lines)
-        self.raw = ""
+        self.raw = b""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "zl", "top", *arguments], stdin=self.slave, stdout=self.slave,
             stderr=subprocess.PIPE, text=True, env=ENV | {"TERM": "xterm"} | (env or {}), start_new_session=True,
@@ -58,13 +58,10 @@ class OnTerminal:
     def read(self, seconds: float = 0.1) -> None:
         if select.select([self.master], [], [], seconds)[0]:
             with contextlib.suppress(OSError):
-                got = os.read(self.master, 65_536).decode()
-                # A draw may be cut anywhere by a read: only whole ones are fed, each ends by clearing what is below.
-                self.raw += got
-                whole = self.raw.rpartition("\x1b[J")
-                if whole[1]:
-                    self.raw = whole[2]
-                    self.screen.feed(whole[0] + whole[1])
+                # A read may end within a drawing or a character: only whole drawings are fed, each of which ends by
+                # clearing what is below.
+                drawn, mark, self.raw = (self.raw + os.read(self.master, 65_536)).rpartition(b"\x1b[J")
+                self.screen.feed((drawn + mark).decode())
 
     def until(self, seen: Callable[[list[str]], bool]) -> list[str]:
         deadline = time.monotonic() + WAIT_S
@@ -85,7 +82,7 @@ class OnTerminal:
         status = self.process.wait(WAIT_S)
         for _ in range(20):
             self.read(0.05)
-        self.screen.feed(self.raw)
+        self.screen.feed(self.raw.decode())
         assert not self.screen.alternate
         assert self.screen.cursor_shown
         assert termios.tcgetattr(self.slave) == self.before
@@ -140,13 +137,13 @@ def test_ctrl_z_gives_the_terminal_back_for_as_long_as_it_sleeps(fake):
         # see what the handler does around the stop by its output.
         terminal.process.send_signal(signal.SIGTSTP)
         deadline = time.monotonic() + WAIT_S
-        seen = ""
-        while "\x1b[?25h\x1b[?1049l" not in seen:
+        seen, back = b"", b"\x1b[?25h\x1b[?1049l"
+        while back not in seen:
             assert time.monotonic() < deadline
             if select.select([terminal.master], [], [], 0.1)[0]:
-                seen += os.read(terminal.master, 65_536).decode()
+                seen += os.read(terminal.master, 65_536)
         terminal.process.send_signal(signal.SIGCONT)
-        terminal.raw = seen.rpartition("\x1b[?25h\x1b[?1049l")[2]
+        terminal.raw = seen.rpartition(back)[2]
         terminal.screen = Terminal(80, 24)
         terminal.shows("of 256 busy")
         assert terminal.screen.alternate
@@ -219,12 +216,12 @@ def test_once_prints_one_view_and_ends(fake):
     with OnTerminal("--metrics", fake.address, "--once", "--interval", "0.1", columns=100) as terminal:
         terminal.process.wait(WAIT_S)
         terminal.read()
-        assert "10 of 256 busy" in re.sub(r"\x1b\[\d+m", "", terminal.raw)
-        assert "\x1b[?1049h" not in terminal.raw
+        assert "10 of 256 busy" in re.sub(r"\x1b\[\d+m", "", terminal.raw.decode())
+        assert b"\x1b[?1049h" not in terminal.raw
     with OnTerminal("--metrics", fake.address, "--once", "--lines", "--interval", "0.1", columns=200) as terminal:
         terminal.process.wait(WAIT_S)
         terminal.read()
-        assert LINE.fullmatch(terminal.raw.strip())
+        assert LINE.fullmatch(terminal.raw.decode().strip())
 
 
 def one_error(done: subprocess.CompletedProcess[str]) -> str:

@@ -53,7 +53,7 @@ def test_counts_are_those_of_the_newest_page():
     assert (found.rows, found.max_rows, found.queue, found.connections) == (156, 256, 12, 9)
     assert (found.pages_used, found.pages_constant, found.pages) == (60, 10, 100)
     assert (found.fragmentation, found.beat_age_s, found.state) == (0.25, 4.5, "ready")
-    assert found.facts == ["A model", "CHAT", "cpu, 2 cores", "zl 9.9.9"]
+    assert found.facts == ["zl 9.9.9", "A model", "CHAT", "cpu, 2 cores"]
 
 
 def test_rates_are_over_the_last_two_pages():
@@ -219,6 +219,12 @@ def test_the_map_has_a_cell_for_each_row(rows, most, width):
     figures = Figures("x", rows=rows, max_rows=most)
     cells = "".join(line for line in shown(figures, width) if set(line.strip()) <= {"■", "·"})
     assert (cells.count("■"), cells.count("·")) == (rows, most - rows)
+
+
+@pytest.mark.parametrize(("share", "full"), [(None, 0), (0.0, 0), (0.001, 1), (0.5, 15), (0.999, 29), (1.0, 30)])
+def test_a_bar_tells_little_from_nothing_and_much_from_all(share, full):
+    (line,) = [line for line in shown(Figures("x", glue=share), 120) if line.startswith("glue")]
+    assert (line.count("█"), line.count("░")) == (full, 30 - full)
 
 
 def test_colour_is_only_paint():

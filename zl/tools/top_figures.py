@@ -153,7 +153,7 @@ def _state(new: Scrape) -> str:
 def _facts(new: Scrape) -> list[str]:
     told = new.labels("zl_build_info")
     version = f"zl {told['version']}" if "version" in told else ""
-    facts = [told.get("model", ""), told.get("program", ""), told.get("device", ""), version]
+    facts = [version, told.get("model", ""), told.get("program", ""), told.get("device", "")]
     return [fact for fact in facts if fact]
 
 

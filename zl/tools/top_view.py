@@ -114,9 +114,8 @@ def one_line(figures: Figures, glyphs: Glyphs = UNICODE) -> str:
 
 def _title(figures: Figures, write: _Writer) -> Line:
     style = {"ready": "good", "no answer": "bad", "stuck": "bad"}.get(figures.state, "warn")
-    facts = [figures.address, *map(_plain, figures.facts)]
-    if figures.up_s is not None:
-        facts.append(f"up {write.seconds(figures.up_s)}")
+    up = [] if figures.up_s is None else [f"up {write.seconds(figures.up_s)}"]
+    facts = [figures.address, *up, *map(_plain, figures.facts)]
     return [("zl top", "bold"), ("  ", ""), (figures.state, style), ("  " + ", ".join(facts), "")]
 
 
@@ -196,6 +195,8 @@ def _taken(figures: Figures) -> float | None:
 
 def _bar(name: str, share: float | None, style: str, about: str, room: int, glyphs: Glyphs, write: _Writer) -> Line:
     full = round(min(1.0, max(0.0, share or 0.0)) * room)
+    if room > 2 and share is not None and 0.0 < share < 1.0:
+        full = min(room - 1, max(1, full))  # a little is not nothing, and nearly all is not all
     return _named(name, [(f"{write.share(share):>6} ", "bold"), (glyphs.full * full, style),
                          (glyphs.empty * (room - full), "dim"), (("  " if room else "") + about, "")])  # fmt: skip
 
