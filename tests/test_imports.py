@@ -77,6 +77,7 @@ NEVER: dict[str, set[str]] = {
     "zl.warm": {"torch", "zl.gpu", "zl.net.protocol"},
     "zl.gpu.native.packed": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.metrics": {"torch", "asyncio", "zl.gpu", "zl.net.protocol"},
+    "zl.metrics.document": {"torch", "numpy", "asyncio", "prometheus_client", "zl.net", "zl.gpu", "zl.service"},
     "zl.metrics.catalog": {"torch", "numpy", "asyncio", "prometheus_client", "zl.net", "zl.gpu", "zl.service"},
     "zl.measures": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.metrics"},
     "zl.histogram": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.metrics"},

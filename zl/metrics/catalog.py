@@ -33,7 +33,7 @@ CODES = (
     "internal", "numeric", "duplicate_id",
 )  # fmt: skip
 
-LIMITS = ("max_tokens", "temperature", "messages", "system_prompt")
+LIMITS = ("max_tokens", "temperature", "messages", "system_tokens", "context_tokens", "prompt_tokens")
 ACTIONS = ("allow", "clamp", "reject")
 
 
@@ -147,8 +147,19 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "zl_threshold_exceeded_total", COUNTER, "",
-        "Requests beyond a founding threshold, and what the policy did about it.",
-        labels=("limit", "action"), values=(LIMITS, ACTIONS),
+        "Requests past a threshold, by what the policy did about it: allow served it as it was, clamp cut it to the "
+        "threshold, reject answered limit_exceeded.",
+        labels=("limit", "action"), values=(LIMITS, ACTIONS), where="thresholds are policy",
+    ),
+    Family(
+        "zl_journal_lines_total", COUNTER, "", "Lines written to a journal: the access log or the audit file.",
+        **_by("journal", "access", "audit"), where="a journal is kept",
+    ),
+    Family(
+        "zl_journal_lost_total", COUNTER, "",
+        "Entries that a journal could not keep: dropped found its queue full, failed could not be written. Any: the "
+        "disk is slow or full, and the record has a hole, which the file says too.",
+        labels=("journal", "reason"), values=(("access", "audit"), ("dropped", "failed")), where="a journal is kept",
     ),
     # -- capacity ----------------------------------------------------------------------------------------------------
     Family(

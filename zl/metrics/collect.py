@@ -5,6 +5,7 @@ State: where each family is read; no figure is kept. Refuses torch and asyncio.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -16,6 +17,10 @@ from prometheus_client.utils import floatToGoString
 from zl.errors import InvariantError
 from zl.histogram import Reading
 from zl.metrics.catalog import CATALOG, COUNTER, HISTOGRAM, Family
+
+YIELD_S = 5e-5
+"""Pause after each family: a scrape is some milliseconds of Python, and an engine thread that comes back from its step
+meanwhile would wait for the interpreter's switch interval (5 ms); asleep, this thread holds no lock."""
 
 Value = float | Reading
 Read = Callable[[], Value | Mapping[Any, Value]]
@@ -59,6 +64,7 @@ class PartsCollector(Collector):
                     assert isinstance(metric, (CounterMetricFamily, GaugeMetricFamily))
                     metric.add_metric(labels, float(one))
             yield metric
+            time.sleep(YIELD_S)
 
     def _buckets(self, reading: Reading) -> list[tuple[str, float]]:
         names = self._bounds.get(reading.bounds)

@@ -102,8 +102,6 @@ class NativeStep:
                 f"{pool_bytes(shape, n_pages, item) / 2**30:.2f} GiB beside the weights; lower pages or rows"
             )
         self._views()
-        self._times = np.zeros(len(STAGES), np.float64)
-        self._times_at = self._times.ctypes.data
         try:
             if isinstance(weights, Packed):
                 with weights.weights.open("rb") as file:
@@ -134,7 +132,7 @@ class NativeStep:
         context, self._context = self._context, None
         if context:
             self._lib.zl_close(context)
-            del self.last_token, self.done, self.seen  # views of memory that is gone
+            del self.last_token, self.done, self.seen, self._times  # views of memory that is gone
 
     def export(self, path: Path) -> None:
         """Write the packed weights to a file that `Packed` names.
@@ -241,16 +239,15 @@ class NativeStep:
 
     def times(self) -> dict[str, float]:
         """Give the last step's microseconds by stage, as the first worker saw them (waiting included)."""
-        self._lib.zl_times(self._handle, self._times_at, len(STAGES))
+        self._lib.zl_times(self._handle)  # sync
         return dict(zip(STAGES, self._times.tolist(), strict=True))
 
     def inner_ns(self) -> tuple[int, int]:
         """Tell what the last step spent on its context (plan, embeddings) and on sampling, in nanoseconds.
 
-        The first worker writes its times when it leaves a stage. It may leave the last one after another worker has
-        ended the step: sampling then counts as 0, which the caller cannot tell and need not.
+        A look at memory, no foreign call. The first worker writes there when it leaves a stage; it may leave the last
+        one a moment after another worker has ended the step: sampling is then 0 here, and part of the rest.
         """
-        self._lib.zl_times(self._handle, self._times_at, len(STAGES))
         times = self._times
         return int(1e3 * (times[_PLAN] + times[_EMBED])), int(1e3 * times[_SAMPLE])
 
@@ -274,6 +271,8 @@ class NativeStep:
         self.last_token = abi.view(pointers[0], (self._max_rows,), np.int32)
         self.done = abi.view(pointers[1], (self._max_rows,), np.uint8)
         self.seen = abi.view(pointers[2], (self._max_rows, words), np.uint32)
+        times = ctypes.c_void_p(self._lib.zl_times(self._handle))
+        self._times = abi.view(times, (len(STAGES),), np.float64)
 
     def _import(self, descriptor: int, path: Path) -> None:
         if not self._lib.zl_import(self._handle, descriptor, body_begin(self._kinds)):
