@@ -111,7 +111,7 @@ struct Forward {
     }
 
     void attend(int layer) {
-        Ahead<T> ahead{&c, 0, 0, 0, 0, 0, 0, p.decodes.data()};
+        Ahead<T> ahead{&c, p.decodes.data()};
         Attention<T> part(c, layer, c.attn_scratch[w.index], nullptr);
         const int kvh = n.kv_heads;
         w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
@@ -128,10 +128,7 @@ struct Forward {
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
         const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
         w.run(items, chunk, [&](int a, int b, int limit) {
-            if (a != expected) {
-                ahead.start(layer, a, limit);
-                for (int i = 0; i < 8; i++) ahead.next();
-            }
+            if (a != expected) ahead.start(layer, a, limit);
             expected = b;
             for (int i = a; i < b; i++) single.decode(p.segs[p.decodes[i / kvh]], i % kvh);
         });
