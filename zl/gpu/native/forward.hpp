@@ -74,9 +74,12 @@ struct Forward {
         const T* act = ready((const T*)a, rows, kt, b, room);
         const char* next = then.data + (size_t)w.first(then_blocks) * then_kt * record_bytes(then.kind, n.elem);
         const size_t block_bytes = kt * record_bytes(b.kind, n.elem);
+        const int parts = row_parts(rows, blocks, b.kind, w.n_threads), each = round_up((rows + parts - 1) / parts, 32);
         Later later(done);
-        w.run(blocks, 1, [&](int lo, int hi, int limit) {
-            gemm(act, rows, kt, b, lo, hi, Stream{b.data + limit * block_bytes, next}, room, later);
+        w.run(blocks * parts, 1, [&](int item, int, int limit) {
+            const int nb = item / parts, r = item % parts * each;
+            const Part part{nb, r, r + each < rows ? r + each : rows};
+            gemm(act, rows, kt, b, part, Stream{b.data + (size_t)((limit + parts - 1) / parts) * block_bytes, next}, room, later);
         }, [&] { later.all(); });
         clock.mark(stage);
     }

@@ -80,44 +80,40 @@ inline void block_product(const bf16* a0, const bf16* a1, int a_stride, int kt, 
     }
 }
 
-// As amx_gemm, of the right operand `a`.
+// One block times the right operand `a`.
 template <int kKind, class F>
-inline void amx_blocks(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, bf16* ring,
-                       Later<F>& later) {
+inline void amx_blocks(const bf16* a, int m, int kt, const Matrix& b, int nb, const Stream& s, bf16* ring, Later<F>& later) {
     alignas(64) float sums[4 * 256];
-    constexpr size_t record = kKind == kQ4 ? kQ4Record : kQ8Record;
-    constexpr size_t ahead = 8192;
-    for (int nb = nb0; nb < nb1; nb++) {
-        const char* block = b.data + (size_t)nb * kt * record;
-        auto next = [&](int k) {
-            const char* at = block + k * record;
-            prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(at, ahead));
-            bf16* room = ring + (k % kRing) * 2 * kTile;
-            unpack<kKind>(at, room);
-            later.some();
-            return (const bf16*)room;
-        };
-        float* c = later.next();
-        if (m == 1) {  // a sum tile is one float a row: stored 4 bytes apart it is the row of c
-            block_product<1>(a, nullptr, 4, kt, next);
-            _tile_stored(0, c, 4);
-            _tile_stored(2, c + 16, 4);
-        } else if (m <= 16) {
-            block_product<1>(a, nullptr, 64, kt, next);
-            _tile_stored(0, sums, 64);
-            _tile_stored(2, sums + 512, 64);
-            turn(sums, 16, c, 32);
-            turn(sums + 512, 16, c + 16, 32);
-        } else {
-            block_product<2>(a, a + (size_t)kt * kTile, 64, kt, next);
-            _tile_stored(0, sums, 64);
-            _tile_stored(1, sums + 256, 64);
-            _tile_stored(2, sums + 512, 64);
-            _tile_stored(3, sums + 768, 64);
-            for (int i = 0; i < 4; i++) turn(sums + i * 256, 16, c + (i & 1) * 512 + (i >> 1) * 16, 32);
-        }
-        later.put(0, m, nb);
+    constexpr size_t record = kKind == kQ4 ? kQ4Record : kQ8Record, ahead = 8192;
+    const char* block = b.data + (size_t)nb * kt * record;
+    auto next = [&](int k) {
+        const char* at = block + k * record;
+        prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(at, ahead));
+        bf16* room = ring + (k % kRing) * 2 * kTile;
+        unpack<kKind>(at, room);
+        later.some();
+        return (const bf16*)room;
+    };
+    float* c = later.next();
+    if (m == 1) {  // a sum tile is one float a row: stored 4 bytes apart it is the row of c
+        block_product<1>(a, nullptr, 4, kt, next);
+        _tile_stored(0, c, 4);
+        _tile_stored(2, c + 16, 4);
+    } else if (m <= 16) {
+        block_product<1>(a, nullptr, 64, kt, next);
+        _tile_stored(0, sums, 64);
+        _tile_stored(2, sums + 512, 64);
+        turn(sums, 16, c, 32);
+        turn(sums + 512, 16, c + 16, 32);
+    } else {
+        block_product<2>(a, a + (size_t)kt * kTile, 64, kt, next);
+        _tile_stored(0, sums, 64);
+        _tile_stored(1, sums + 256, 64);
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+        for (int i = 0; i < 4; i++) turn(sums + i * 256, 16, c + (i & 1) * 512 + (i >> 1) * 16, 32);
     }
+    later.put(0, m, nb);
 }
 
 }  // namespace zl
