@@ -91,16 +91,17 @@ class Subject:
         self.scraper = Scraper(port, args.every) if name == ON else None
 
     async def ready(self, n: int) -> None:
-        """Wait until it takes connections, and open them."""
+        """Wait until it has answered, and open all connections; they are taken before the server is ready."""
         while True:
             self.server.check()
-            try:
+            with contextlib.suppress(ConnectionFailed):
                 await self.streams.connect(n)
-                return
-            except ConnectionFailed:
-                if time.perf_counter() - self.server.started > START_PATIENCE_S:
-                    raise
-                await asyncio.sleep(0.05)
+                first = await self.streams.ask(prompts.Prompt("", ("Hello",), 1), 0)
+                if not first.error:
+                    return
+            if time.perf_counter() - self.server.started > START_PATIENCE_S:
+                raise RuntimeError(f"{self.server.name}: no answer in {START_PATIENCE_S:g} s; see {self.server.log}")
+            await asyncio.sleep(0.05)
 
     async def measure(self, asked: Sequence[prompts.Prompt], streams: int) -> dict[str, Any]:
         """Run one round."""

@@ -27,36 +27,51 @@ inline size_t v_at(int dim, int token) {
     return (size_t)(dim >> 4) * kTile + in_tile<T>(token, dim & 15);
 }
 
-// Writes the values of tokens t and t + 1, t even: whole lines.
-inline void insert_pair(bf16* values, int head_pad, int t, const bf16* v0, const bf16* v1) {
-    for (int d = 0; d < head_pad; d += 16) {
-        bf16* line = values + v_at<bf16>(d, t);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            const uint32_t two = v0[d + i] | (uint32_t)v1[d + i] << 16;
-            memcpy(line + 2 * i, &two, 4);
-        }
-    }
+// Keys of the token t, of sixteen tokens from t on; values of one token, of two.
+template <class T>
+inline void insert_key(T* page, int head_pad, int t, const T* k) {
+    if constexpr (sizeof(T) == 2)
+        for (int d = 0; d < head_pad; d += 2) memcpy(page + k_at<T>(head_pad, d, t), k + d, 4);
+    else
+        for (int d = 0; d < head_pad; d++) page[k_at<T>(head_pad, d, t)] = k[d];
+}
+inline void insert_keys(bf16* page, int head_pad, int t, const bf16* k, int stride) {
+    for (int d = 0; d < head_pad; d += 2) vcollect_pairs(page + k_at<bf16>(head_pad, d, t), k + d, stride);
+}
+template <class T>
+inline void insert_value(T* values, int head_pad, int t, const T* v) {
+    for (int d = 0; d < head_pad; d++) values[v_at<T>(d, t)] = v[d];
+}
+inline void insert_values(bf16* values, int head_pad, int t, const bf16* v, int stride) {
+    for (int d = 0; d < head_pad; d += 16) vinterleave(values + v_at<bf16>(d, t), v + d, v + stride + d);
 }
 
 // Writes tokens [from, from + count) of a page from rows of k and v that lie `stride` apart.
 template <class T>
-inline void insert(T* page, int head_pad, int from, int count, const T* k, const T* v, size_t stride) {
+inline void insert(T* page, int head_pad, int from, int count, const T* k, const T* v, int stride) {
     T* values = page + (size_t)kPage * head_pad;
     // A fresh page may hold anything, NaN included, and masked slots are multiplied by zero: clear it first.
     if (from == 0 && count < kPage) memset(page, 0, (size_t)2 * kPage * head_pad * sizeof(T));
-    for (int i = 0; i < count; i++) {
-        const int t = from + i;
-        const T *key = k + i * stride, *value = v + i * stride;
+    const int end = from + count;
+    for (int t = from; t < end; t++, k += stride) {
         if constexpr (sizeof(T) == 2) {
-            for (int d = 0; d < head_pad; d += 2) memcpy(page + k_at<T>(head_pad, d, t), key + d, 4);
-            if (!(t & 1) && i + 1 < count) insert_pair(values, head_pad, t, value, value + stride);
-            else if (!(t & 1) || i == 0)
-                for (int d = 0; d < head_pad; d++) values[v_at<T>(d, t)] = value[d];
-        } else {
-            for (int d = 0; d < head_pad; d++) page[k_at<T>(head_pad, d, t)] = key[d];
-            for (int d = 0; d < head_pad; d++) values[v_at<T>(d, t)] = value[d];
+            if (t % 16 == 0 && t + 16 <= end) {
+                insert_keys(page, head_pad, t, k, stride);
+                t += 15, k += 15 * stride;
+                continue;
+            }
         }
+        insert_key(page, head_pad, t, k);
+    }
+    for (int t = from; t < end; t++, v += stride) {
+        if constexpr (sizeof(T) == 2) {
+            if (t % 2 == 0 && t + 2 <= end) {
+                insert_values(values, head_pad, t, v, stride);
+                t++, v += stride;
+                continue;
+            }
+        }
+        insert_value(values, head_pad, t, v);
     }
 }
 
@@ -157,12 +172,12 @@ struct Attention {
         return c.page<T>(layer, t.table[page], kv_head);
     }
 
-    // Takes page p's scores into the rows' maxima. Slots from a row's end on are out of it.
-    void see(const QueryTile<T>& t, int p) {
-        const float* s = scores + (size_t)p * t.rows * 32;
+    // Takes rows [r0, r1) of page p's scores into the maxima. Slots from a row's end on are out of it.
+    inline void see(const QueryTile<T>& t, int p, int r0, int r1) {
+        const float* s = scores + ((size_t)p * t.rows + r0) * 32;
         const V16 low = vset1(-3.0e38f);
         const bool whole = t.end[0] >= (p + 1) * kPage;  // of all rows: ends never fall
-        for (int r = 0; r < t.rows; r++, s += 32) {
+        for (int r = r0; r < r1; r++, s += 32) {
             V16 a = vload(s), b = vload(s + 16);
             if (!whole) {
                 a = vkeep(t.end[r] - p * kPage, a, low);
@@ -171,12 +186,12 @@ struct Attention {
             vstore(peak + r * 16, vmax(vload(peak + r * 16), vmax(a, b)));
         }
     }
-    // Turns page p's scores into probs and adds them to the rows' totals.
-    void exponentials(const QueryTile<T>& t, int p) {
-        const float* s = scores + (size_t)p * t.rows * 32;
-        T* e = probs + (size_t)p * t.rows * 32;
+    // Turns rows [r0, r1) of page p's scores into probs and adds them to the totals.
+    inline void exponentials(const QueryTile<T>& t, int p, int r0, int r1) {
+        const float* s = scores + ((size_t)p * t.rows + r0) * 32;
+        T* e = probs + ((size_t)p * t.rows + r0) * 32;
         const bool whole = t.end[0] >= (p + 1) * kPage;
-        for (int r = 0; r < t.rows; r++, s += 32, e += 32) {
+        for (int r = r0; r < r1; r++, s += 32, e += 32) {
             const V16 from = vset1(top[r]);
             V16 a = vexp2(vfms(vload(s), rate, from)), b = vexp2(vfms(vload(s + 16), rate, from));
             if (!whole) {
@@ -188,47 +203,49 @@ struct Attention {
         }
     }
 
-    // scores = q . k for all pages. A page's maxima are taken while the next one is multiplied.
+    // scores = q . k for all pages. A page's maxima are taken among the tile loads of the next one.
     void score(const QueryTile<T>& t, int kv_head) {
         const int kt = head_pad / 32;
         for (int r = 0; r < t.rows; r++) vstore(peak + r * 16, vset1(-3.0e38f));
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
-            amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) {
-                if (p) see(t, p - 1);
-                return block(t, p, kv_head);
-            }, [&] { if (ahead) ahead->next(); }, scores);
-            see(t, t.pages - 1);
+            amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) { return block(t, p, kv_head); }, [&](int p, int i) {
+                if (ahead) ahead->next();
+                if (p) see(t, p - 1, t.rows * i / (2 * kt), t.rows * (i + 1) / (2 * kt));
+            }, scores);
+            see(t, t.pages - 1, 0, t.rows);
             return;
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
             product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head), kTile, (size_t)kt * kTile, kt,
                              scores + (size_t)p * t.rows * 32, 32, false);
-            see(t, p);
+            see(t, p, 0, t.rows);
         }
     }
-    // sums = probs . v. A page's exponentials are taken while the one before is multiplied.
+    // sums = probs . v. A page's exponentials are taken among the tile loads of the one before.
     void weigh(const QueryTile<T>& t, int kv_head) {
         for (int r = 0; r < t.rows; r++) {
             top[r] = vhmax(vmul(vload(peak + r * 16), rate));
             vstore(total + r * 16, vzero());
         }
+        const int n = head_pad / 16, parts = n < 4 ? n : 4;
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
-            exponentials(t, 0);
-            amx_weigh(head_pad / 16, probs, t.rows, t.pages, [&](int p, bool first) {
-                if (first && p + 1 < t.pages) exponentials(t, p + 1);
-                tile_fence();
+            exponentials(t, 0, 0, t.rows);
+            amx_weigh(n, probs, t.rows, t.pages, [&](int p) {
                 return block(t, p, kv_head) + (size_t)kPage * head_pad;
-            }, [&] { if (ahead) ahead->next(); }, sums);
+            }, [&](int p, int i) {
+                if (ahead) ahead->next();
+                if (i < parts && p + 1 < t.pages) exponentials(t, p + 1, t.rows * i / parts, t.rows * (i + 1) / parts);
+            }, sums);
             return;
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
-            exponentials(t, p);
-            product_tiles<T>(t.rows, head_pad / 16, probs + (size_t)p * t.rows * 32, 32, 0,
-                             block(t, p, kv_head) + (size_t)kPage * head_pad, 0, kTile, 1, sums, head_pad, p > 0);
+            exponentials(t, p, 0, t.rows);
+            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, block(t, p, kv_head) + (size_t)kPage * head_pad,
+                             0, kTile, 1, sums, head_pad, p > 0);
         }
     }
 
@@ -284,7 +301,7 @@ struct Attention {
         const int end = s.start + s.len < (row_page + 1) * kPage ? s.start + s.len : (row_page + 1) * kPage;
         const size_t own = ((size_t)(s.token0 + begin - s.start) * c.n.kv_heads + kv_head) * head_pad;
         insert<T>(c.page<T>(layer, c.table(s.row)[row_page], kv_head), head_pad, begin % kPage, end - begin,
-                  (const T*)c.k + own, (const T*)c.v + own, (size_t)c.n.kv_heads * head_pad);
+                  (const T*)c.k + own, (const T*)c.v + own, c.n.kv_heads * head_pad);
     }
 };
 
