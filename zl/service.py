@@ -178,8 +178,8 @@ class Service:
             raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
         self.dispatcher.ensure_room(now)
         tokens = request.encoding == codec.Encoding.TOKENS
-        if tokens:
-            codec.check_tokens(request, self._vocab_size)
+        if tokens and not _known(request, self._vocab_size):
+            codec.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
         budget, max_new = self.dispatcher.prompt_budget(request.max_tokens)
         prompt = self._prompts.build(request.system, request.messages, request.context, tokens, budget)
         return Job(
@@ -217,3 +217,14 @@ class Service:
                 self.emitter.fail(job, error, now)
             conn.flush()
         self._nudge()
+
+
+def _known(request: codec.Request, vocab_size: int) -> bool:
+    """Tell whether every packed id is of the vocabulary: one pass in C, for 4,000 ids would take 0.2 ms in Python."""
+    for packed in (request.system, request.context, *request.messages):
+        if len(packed) % codec.TOKEN_BYTES:
+            return False
+        # As unsigned numbers the negative ids are the largest.
+        if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
+            return False
+    return True

@@ -12,12 +12,13 @@ import torch
 
 from tests.gpu.native_kit import random_weights, tiny
 from zl.dispatch import Dispatcher, Limits
-from zl.gpu.guard import FromPacked, Guard
+from zl.gpu.guard import Guard
 from zl.gpu.heartbeat import Patrol, with_canary
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.model import Weights
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
+from zl.gpu.renewal import FromPacked
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pacing import Pacer
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
 from zl.rows import Ticket
@@ -101,6 +102,8 @@ class GenerationLoop:
     on_failure called once with the exception if a step fails; the loop has stopped then
     between    called on the engine thread at step boundaries with nothing in flight (gpu.guard); gives the seconds
                until an idle loop is to call it again
+    due        tells that `between` has something to do: steps in flight are waited for, and none is launched before
+    mark       wraps the planning of a step in a range (gpu.nvtx)
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class GenerationLoop:
         run_ahead: int = 0,
         chunk_tokens: int = 64,
         between: Callable[[], float | None] | None = None,
+        due: Callable[[], bool] | None = None,
+        mark: Mark = unmarked,
     ):
         if not 0 <= run_ahead < len(slots):
             raise ValueError(f"run_ahead {run_ahead} needs {run_ahead + 1} slots, {len(slots)} given")
@@ -126,6 +131,8 @@ class GenerationLoop:
         self._on_failure = on_failure
         self._run_ahead = run_ahead
         self._between = between
+        self._due = due
+        self._plan = mark("plan", self._launch)
         self._pacer = Pacer(chunk_tokens, shapes.step_tokens)
         self._inbox: deque[Seat] = deque()
         self._wake = threading.Event()
@@ -182,12 +189,14 @@ class GenerationLoop:
     def _turn(self) -> None:
         self._wake.clear()
         self.counters.turned_at = time.monotonic()
+        while self._flights and self._due is not None and self._due():
+            self._land(self._flights.popleft())
         pause = self._between() if self._between is not None and not self._flights else None
         while self._inbox:
             self._prefill.append(self._inbox.popleft())
         self._drop_ended()
         begun = time.perf_counter_ns()
-        launched = self._launch()
+        launched = self._plan()
         self.counters.plan_ns += time.perf_counter_ns() - begun
         if launched and len(self._flights) <= self._run_ahead:
             return
