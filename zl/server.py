@@ -14,6 +14,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import uvloop
@@ -43,7 +44,7 @@ from zl.net.protocol import Net
 from zl.pages import PageBooks
 from zl.phases import Phases, since_exec
 from zl.rows import Rows
-from zl.service import Service
+from zl.service import Built, Service
 from zl.shapes import MAX_MESSAGES
 
 log = logging.getLogger("zl")
@@ -82,6 +83,7 @@ class Server:
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
         self.health = Health(self._turned_at)
+        self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt")
         self.service = Service(
             prompts=build.prompts,
             tokens=build.tokens,
@@ -89,6 +91,7 @@ class Server:
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
+            offload=self._offload,
             engine_nudge=self.generation.nudge,
             health=self.health,
             clock=time.monotonic,
@@ -148,9 +151,14 @@ class Server:
         self.generation.stop()
         await asyncio.sleep(0)  # results that the engine published while it stopped
         self.engine.close()
+        self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
         if self.metrics is not None:
             self.metrics.close()
+
+    def _offload(self, work: Callable[[], Built], then: Callable[[Built], None]) -> None:
+        done = self._loop.run_in_executor(self._prompt_thread, work)
+        done.add_done_callback(lambda future: None if future.cancelled() else then(future.result()))
 
     def _turned_at(self) -> float:
         turned_at = self.generation.counters.turned_at

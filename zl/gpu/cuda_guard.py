@@ -213,5 +213,5 @@ def open_cuda_guard(
     """Guard what `open_engine` gave for a GPU. weights: what it was opened with; the rest are CudaGuard's."""
     if not isinstance(engine, CudaStep) or isinstance(weights, Packed):
         raise InvariantError(f"{type(engine).__name__} over {type(weights).__name__} is no captured program of a model")
-    tensors = Tensors(weights, "bfloat16", wide_vectors=True)
+    tensors = Tensors(weights, "bfloat16")
     return CudaGuard(engine, columns, slots, shapes, tensors, beat_s=beat_s)
