@@ -77,7 +77,7 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.programs": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
-    "zl.memory": {"torch", "triton", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop"},
+    "zl.memory": {"triton", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop"},
     "zl.builder": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
     "zl.artifact": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
     "zl.facts": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},

@@ -1,6 +1,7 @@
 """The memory plan: how many KV pages a build has, and where every byte goes, before any of them is taken.
 
-State: none. Refuses torch, net, dispatch and asyncio: the plan of a GPU is made, and tested, on machines without one.
+State: none. Refuses triton, net, dispatch and asyncio: the plan of a GPU is made, and tested, on machines without one;
+torch is loaded for that plan alone.
 """
 
 from __future__ import annotations

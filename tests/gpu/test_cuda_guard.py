@@ -12,10 +12,12 @@ import torch
 from tests.gpu.kernel_kit import DEVICE, exact_dots
 from tests.gpu.test_cuda_step import PROMPT, SHAPE, make_tensors, on_device
 from zl.errors import DeviceError, InvariantError
+from zl.gpu import cuda_memory
 from zl.gpu.cuda_guard import RETRY_S, CudaGuard
 from zl.gpu.cuda_step import CudaStep
 from zl.gpu.heartbeat import N_STEPS, with_canary
 from zl.gpu.pinned import FIRST, NUMERIC, SAMPLE, RowColumns, StepSlot
+from zl.gpu.pool import KVPool
 from zl.shapes import PAGE, Shapes
 
 pytestmark = [
@@ -122,6 +124,15 @@ def h(shared):
     yield shared
     assert not shared.guard.fallback
     assert shared.answer() == shared.before
+
+
+def test_the_memory_plan_counts_the_canarys_row_page_slot_and_programs(shared):
+    sizes = {name: tensor.nbytes for name, tensor in shared.step.device_tensors()}
+    assert sizes.pop("pool") == (SHAPES.n_pages + 1) * KVPool.page_bytes(TINY, torch.bfloat16)
+    assert sum(sizes.values()) == cuda_memory.weight_bytes(TINY) + cuda_memory.buffer_bytes(
+        TINY, shared.wide, canary=True
+    )
+    assert len(shared.step._graphs) == cuda_memory.n_programs(shared.wide, 3, canary=True)
 
 
 def through(h: House) -> None:
