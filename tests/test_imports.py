@@ -86,6 +86,7 @@ NEVER: dict[str, set[str]] = {
     "zl.warm": {"torch", "zl.gpu", "zl.net.protocol"},
     "zl.gpu.native.packed": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.metrics": {"torch", "asyncio"},
+    "zl.threads": {"torch", "asyncio", "numpy"},
     "zl.health": {"torch", "asyncio", "zl.net"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,
