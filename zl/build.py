@@ -22,6 +22,7 @@ from zl.gpu.native.build import available_levels, pick_level
 from zl.gpu.native.packed import Packed
 from zl.memory import MemoryPlan, native_needs, plan_memory, size_words
 from zl.phases import Phases
+from zl.policy import Policy
 from zl.shapes import ModelShape, Shapes
 from zl.text.detok import TokenTable
 from zl.text.prompt import PromptBuilder
@@ -44,6 +45,7 @@ class Build:
     text: TextModel
     tokens: TokenTable
     prompts: PromptBuilder
+    policy: Policy
     shapes: Shapes
     dtype: str
     memory: MemoryPlan
@@ -179,5 +181,6 @@ def _decide(
     shapes = dataclasses.replace(shapes, n_pages=n_pages)
     say(memory.line(n_pages))
     with phases("prompt layouts"):
-        prompts = PromptBuilder(text, shapes, on_over=settings.over_budget)
-    return Build(settings, device, weights, model, text, tokens, prompts, shapes, dtype, memory, build_id)
+        policy = Policy(shapes, settings.actions, (settings.temperature_low, settings.temperature_high))
+        prompts = PromptBuilder(text, shapes, policy)
+    return Build(settings, device, weights, model, text, tokens, prompts, policy, shapes, dtype, memory, build_id)

@@ -132,6 +132,7 @@ def test_the_memory_plan_counts_the_canarys_row_page_slot_and_programs(shared):
     assert sum(sizes.values()) == cuda_memory.weight_bytes(TINY) + cuda_memory.buffer_bytes(
         TINY, shared.wide, canary=True
     )
+    assert shared.guard.memory["weights"] == cuda_memory.weight_bytes(TINY)
     assert len(shared.step._graphs) == cuda_memory.n_programs(shared.wide, 3, canary=True)
 
 
@@ -185,7 +186,6 @@ def test_steps_go_on_uncaptured_while_programs_are_captured_one_a_boundary(h):
     with pytest.raises(InvariantError):
         h.step.launch(0)
     assert h.answer() == h.before, "uncaptured steps have the same bits"
-    assert h.guard.counters.fallback_steps == 2
     for slot in h.slots[:2]:
         slot.out_token[0] = -77  # a step that ran again would write it
     kept = [{name: array.copy() for name, array in vars(slot).items()} for slot in h.slots[:2]]
@@ -199,7 +199,6 @@ def test_steps_go_on_uncaptured_while_programs_are_captured_one_a_boundary(h):
         for name, array in vars(slot).items():
             np.testing.assert_array_equal(array, old[name], err_msg=f"a capture wrote {name}")
     assert h.guard.counters.recaptured == 1
-    assert h.guard.counters.fallback_steps == 2
 
 
 def test_a_graph_that_computes_something_else_is_caught_by_the_canary(h):

@@ -85,12 +85,16 @@ class CudaGuard(Guarded):
         """Name what computes steps now."""
         return f"{self.name}, uncaptured" if self.fallback else self.name
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Count what the program holds on the device, bytes by component."""
+        return self._step.memory
+
     def launch(self, slot: int) -> int:
         """Start a step: one graph, or kernel by kernel while there are no graphs."""
         if slot != self._own and self._suspect.any():
             self._heal(slot)
         if self.fallback:
-            self.counters.fallback_steps += slot != self._own
             self._newest[slot] = self._step.launch_uncaptured(slot)
         else:
             self._newest[slot] = self._step.launch(slot)

@@ -182,6 +182,13 @@ class CudaStep:
         self._stream.run(work)
         return True
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Count what the tensors hold, bytes by component; captured programs are not among them."""
+        sizes = {name: tensor.nbytes for name, tensor in self.device_tensors()}
+        weights = sum(n for name, n in sizes.items() if name.startswith("layers.") or name in ("embed", "norm", "head"))
+        return {"weights": weights, "kv_pool": sizes["pool"], "buffers": sum(sizes.values()) - weights - sizes["pool"]}
+
     def weights(self) -> Iterator[torch.Tensor]:
         """List everything on the device that no step writes."""
         for name, tensor in self.device_tensors():

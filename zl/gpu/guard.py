@@ -88,6 +88,15 @@ class Guard(Guarded):
         """Name what computes steps now."""
         return self.name if self._fallback is None else self._fallback.name
 
+    def inner_ns(self) -> tuple[int, int]:
+        """Tell what the newest step spent on its context and on sampling; the fallback keeps no such times."""
+        return self._native.inner_ns() if self._fallback is None else (0, 0)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Count what the program holds, bytes by component."""
+        return self._native.memory
+
     def launch(self, slot: int) -> int:
         """Start a step; where the program fails to, compute it in the fallback."""
         if self._flight is not None or slot == self._own:
@@ -263,7 +272,6 @@ class Guard(Guarded):
         assert self._fallback is not None
         self._heal(slot)
         self._fallback.wait(self._fallback.launch(slot))
-        self.counters.fallback_steps += 1
 
     def _rewind(self, slot: int) -> None:
         """Bring the row state back to before a step that may have gone any part of its way."""

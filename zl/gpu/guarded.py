@@ -22,7 +22,6 @@ class GuardCounters:
     retired: int = 0
     recaptured: int = 0
     recaptures_failed: int = 0
-    fallback_steps: int = 0
     rebuilt_rows: int = 0
 
 
@@ -55,6 +54,15 @@ class Guarded(ABC):
     @abstractmethod
     def serving(self) -> str:
         """Name what computes steps now."""
+
+    def inner_ns(self) -> tuple[int, int]:
+        """Tell what the newest step spent on its context and on sampling; (0, 0) where the program keeps no clock."""
+        return 0, 0
+
+    @property
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Count what the program holds, bytes by component."""
 
     @property
     def beat_age_s(self) -> float:
