@@ -161,20 +161,19 @@ def test_a_dead_endpoint_is_ejected_probed_and_taken_back(tmp_path):
 
 def test_a_server_that_drains_is_left_for_the_one_that_took_its_address(tmp_path):
     clock = Clock()
-    with LeavingServer(tmp_path / "s") as server:
-        with Pool(server.address, clock=clock, sleep=clock.sleep) as pool:
-            held = pool.stream("held to the end")
-            assert server.holding.acquire(timeout=10)
-            assert pool.ask("say x").text == "x "
-            server.leaving = True
-            assert [pool.ask("say y").text for _ in range(5)] == ["y "] * 5
-            assert (server.refused, clock.slept) == (1, [])  # a new connection at once, and the old one never again
-            server.release()
-            assert "".join(chunk.text for chunk in held) == "to the end "  # it was not closed on what it still said
-            server.closed.clear()
-            pool.ask("say z")
-            assert server.closed.wait(10)  # with its last answer it has gone
-            assert in_flight(pool) == [0]
+    with LeavingServer(tmp_path / "s") as server, Pool(server.address, clock=clock, sleep=clock.sleep) as pool:
+        held = pool.stream("held to the end")
+        assert server.holding.acquire(timeout=10)
+        assert pool.ask("say x").text == "x "
+        server.leaving = True
+        assert [pool.ask("say y").text for _ in range(5)] == ["y "] * 5
+        assert (server.refused, clock.slept) == (1, [])  # a new connection at once, and the old one never again
+        server.release()
+        assert "".join(chunk.text for chunk in held) == "to the end "  # it was not closed on what it still said
+        server.closed.clear()
+        pool.ask("say z")
+        assert server.closed.wait(10)  # with its last answer it has gone
+        assert in_flight(pool) == [0]
 
 
 def test_asyncio_a_server_that_drains_is_left_for_the_one_that_took_its_address(tmp_path):

@@ -184,9 +184,8 @@ class Retry:
         elif isinstance(error, Draining) or (isinstance(error, ServerError) and error.code == Code.INTERNAL):
             balancer.busy(endpoint, now, error.retry_after or LEAVING_S)
         else:
-            if isinstance(error, TimedOut):
-                if not stale:
-                    balancer.lost(endpoint, now)  # a ping will tell whether it is there
+            if isinstance(error, TimedOut) and not stale:
+                balancer.lost(endpoint, now)  # a ping will tell whether it is there
             again = False
         self._left -= 1
         self.last = error

@@ -1,8 +1,8 @@
 """A client for several servers: each request goes to the one with the fewest in flight, and to another if that fails.
 
-State: one connection an endpoint, made when needed and again when it was lost or its server drains; one to a server that
-drains stays until its answers have ended. The rules are the balancer's. Threads may share a pool. Refuses asyncio;
-aio_pool.py is the same for it.
+State: one connection an endpoint, made when needed and again when it was lost or its server drains; one to a server
+that drains stays until its answers have ended. The rules are the balancer's. Threads may share a pool. Refuses
+asyncio; aio_pool.py is the same for it.
 """
 
 from __future__ import annotations
