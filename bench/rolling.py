@@ -206,7 +206,7 @@ def kill(folder: Path, models: Sequence[Path], n_clients: int, tokens: int) -> R
                 await asyncio.sleep(0.02)
             found_down = time.monotonic() - died
             await asyncio.sleep(3.0)
-            victim.start_command and await asyncio.to_thread(victim.start)
+            await asyncio.to_thread(victim.start)
             while not proxy.state("zl", victim.name).up:
                 await asyncio.sleep(0.02)
             back = time.monotonic() - died
@@ -223,9 +223,9 @@ def kill(folder: Path, models: Sequence[Path], n_clients: int, tokens: int) -> R
                 f"at the kill {there} streams were at {victim.name}, {len(mine)} of them with tokens, and "
                 f"{len(waiting)} had no token anywhere; longest wait for a first token before: {usual:.2f} s",
                 f"{len(lost)} streams ended, all of {victim.name}, all with StreamBroken and the count of their tokens",
-                f"all {len(waiting)} that waited were answered whole, the last first token {longest(waiting, died):.2f} s "
-                f"after the kill; clients whose stream had ended had tokens again after at most "
-                f"{again(load, lost, died):.2f} s",
+                f"all {len(waiting)} that waited were answered whole, the last first token "
+                f"{longest(waiting, died):.2f} s after the kill; clients that had lost a stream had tokens again "
+                f"within {again(load, lost, died):.2f} s",
                 f"HAProxy found it down after {found_down:.2f} s; started again, it was up {back:.1f} s after the kill "
                 f"and gave {after} whole answers from then on",
             ]

@@ -25,7 +25,7 @@ class Instance:
 
     address  its own, at which it is pinged; not the shared one
     ready    an http URL that answers 200 when it is ready, or ""
-    unit     its systemd unit, or "" where `start` and `stop` are commands that return when that is done
+    unit     its systemd unit without suffix, or "" where `start` and `stop` are commands that return when that is done
     server   its name in HAProxy's backend
     """
 
@@ -40,12 +40,12 @@ class Instance:
     @property
     def start_command(self) -> tuple[str, ...]:
         """What starts it."""
-        return ("systemctl", "start", self.unit) if self.unit else self.start
+        return ("systemctl", "start", f"{self.unit}.service") if self.unit else self.start
 
     @property
     def stop_command(self) -> tuple[str, ...]:
-        """What drains and stops it."""
-        return ("systemctl", "stop", self.unit) if self.unit else self.stop
+        """What drains and stops it. Its own socket goes too: a ping would start the service again."""
+        return ("systemctl", "stop", f"{self.unit}.socket", f"{self.unit}.service") if self.unit else self.stop
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def _instance(path: str, name: str, table: object) -> Instance:
     if "address" not in values:
         raise ConfigError(f"{path}: [{where}] needs address, where this instance alone is pinged")
     values["address"] = str(parse_address(values["address"]))
+    if "unit" in values:
+        values["unit"] = values["unit"].removesuffix(".service")
     made = Instance(name, **{"server": name} | values)
     if bool(made.unit) == bool(made.start or made.stop) or bool(made.start) != bool(made.stop):
         raise ConfigError(f"{path}: [{where}] needs either unit, or both start and stop")

@@ -189,7 +189,7 @@ class Procedure:
             if each.unit:
                 verb = "enable" if each is new else "disable"
                 try:
-                    _run(("systemctl", "--quiet", verb, each.unit), self._fleet.start_s)
+                    _run(("systemctl", "--quiet", verb, f"{each.unit}.service"), self._fleet.start_s)
                 except ZlError as error:
                     self._say(f"the next boot may start another instance: {error}")
 
