@@ -214,3 +214,12 @@ def test_the_command_says_what_serves_switches_and_locks(site, capsys):
 def test_an_unknown_instance_is_wrong_use(site):
     with pytest.raises(ConfigError, match="no instance 'red'"):
         site.procedure().switch("red")
+
+
+def test_what_can_be_taken_back_is_when_a_step_of_it_fails(site):
+    move = ("sh", "-c", "exit 4")
+    with site.server("blue"):
+        broken = replace(site.instance("green"), stop=("sh", "-c", f"echo stop green >>{site.folder / 'run'}; exit 5"))
+        with site.server("green"), pytest.raises(SwitchError, match=r"rolled back, blue serves: .* status 4"):
+            site.procedure(instances=(site.instance("blue"), broken), traffic="command", move=move).switch("green")
+        assert "a step failed" in site.said[-1]

@@ -41,6 +41,7 @@ def probe(instance: Instance) -> None:
         with urllib.request.urlopen(instance.ready, timeout=PROBE_S) as answer:
             answer.read()
     except urllib.error.HTTPError as error:
+        error.close()
         raise NotReadyError(f"{instance.name} is not ready: {instance.ready} says {error.code}") from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error

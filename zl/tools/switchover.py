@@ -13,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from zl.errors import ZlError
 from zl.tools import probing
@@ -53,8 +54,10 @@ class Procedure:
             self._bring_up(new, started)
             self._move_to(new)
             self._stay_well(new)
-        except ZlError as error:
+        except BaseException as error:  # Ctrl-C too: nothing has been taken from the old ones yet
             self._undo(new, old, started)
+            if not isinstance(error, ZlError):
+                raise
             serving = ", ".join(each.name for each in old) or "nothing"
             raise SwitchError(f"rolled back, {serving} serves: {error}") from error
         for each in old:
@@ -106,8 +109,7 @@ class Procedure:
 
     def _move_to(self, new: Instance) -> None:
         fleet = self._fleet
-        if fleet.traffic == "command":
-            _run([part.replace("{name}", new.name) for part in fleet.move], fleet.start_s)
+        self._command(new)
         self._set_state(new, "ready")
         self._await_proxies(new)
         for other in fleet.instances:
@@ -140,7 +142,11 @@ class Procedure:
         begun = time.monotonic()
         watch = _Watch(watched)
         ill = ""
-        with subprocess.Popen(old.stop_command, stdin=subprocess.DEVNULL) as stopping:
+        try:
+            process = subprocess.Popen(old.stop_command, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise SwitchError(f"{' '.join(old.stop_command)} cannot be run: {error.strerror}") from None
+        with process as stopping:
             while stopping.poll() is None:
                 if time.monotonic() - begun > self._fleet.drain_s:
                     stopping.kill()
@@ -154,17 +160,20 @@ class Procedure:
 
     def _undo(self, new: Instance, old: Sequence[Instance], started: bool) -> None:
         self._say(f"rolling back: {', '.join(each.name for each in old) or 'nothing'} stays")
-        for each in old:
-            self._set_state(each, "ready")
-        if old and self._fleet.traffic == "command":
-            _run([part.replace("{name}", old[0].name) for part in self._fleet.move], self._fleet.start_s)
+        steps: list[Callable[[], None]] = [partial(self._set_state, each, "ready") for each in old]
         if old:
-            self._set_state(new, "maint")
+            steps += [partial(self._command, old[0]), partial(self._set_state, new, "maint")]
         if started:
+            steps.append(partial(_run, new.stop_command, self._fleet.drain_s))
+        for step in steps:  # each for itself: what can be taken back is
             try:
-                _run(new.stop_command, self._fleet.drain_s)
+                step()
             except ZlError as error:
-                self._say(f"{new.name} could not be stopped: {error}")
+                self._say(f"rolling back, a step failed: {error}")
+
+    def _command(self, instance: Instance) -> None:
+        if self._fleet.traffic == "command":
+            _run([part.replace("{name}", instance.name) for part in self._fleet.move], self._fleet.start_s)
 
     def _set_state(self, instance: Instance, state: str) -> None:
         if self._fleet.traffic == "haproxy":
