@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import csv
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -275,6 +276,8 @@ def main() -> int:
     if unknown := set(args.scenarios) - set(SCENARIOS):
         parser.error(f"unknown scenario {sorted(unknown)[0]}; there are {', '.join(SCENARIOS)}")
     bad: Mapping[str, bool] = {}
+    # Servers have sessions of their own: whoever ends us must not leave them behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         models = make_artifacts(folder, 3)
