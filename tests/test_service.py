@@ -12,11 +12,13 @@ from zl.errors import Code, Finish, RequestError
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
 from zl.health import Health
+from zl.measures import Moment
 from zl.net import codec
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
+from zl.policy import Policy
 from zl.rows import Rows
-from zl.service import Service
+from zl.service import LONG_PROMPT_BYTES, Service
 from zl.shapes import Shapes
 from zl.text.prompt import Prompt
 
@@ -26,6 +28,8 @@ HELLO = [b"\xe4", b"\xb8\xad", b"a", b"b", b"c", b""]  # the first two are one c
 
 class Conn:
     """What a connection is to the service: a queue of frames, and what it was told."""
+
+    name = "tcp-1"
 
     def __init__(self):
         self.frames: list[codec.Response] = []
@@ -68,6 +72,7 @@ class Bench:
         self.now = 100.0
         self.timers: list[tuple[float, object]] = []
         self.seated = []
+        self.building = []
         self.nudges = 0
         self.rows = Rows(SHAPES.max_rows)
         self.pages = PageBooks(16)
@@ -75,9 +80,10 @@ class Bench:
             SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
         )
         self.service = Service(
-            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
+            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+            dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
-            engine_nudge=self._nudge,
+            engine_nudge=self._nudge, offload=lambda work, then: self.building.append((work, then)),
             clock=lambda: self.now,
         )  # fmt: skip
 
@@ -94,6 +100,11 @@ class Bench:
         self.service.on_step(
             StepResult(tickets, tokens, [-0.5] * len(drawn), flags, list(first), list(retired), 10_000)
         )
+
+    def build_prompts(self):
+        for work, then in self.building:
+            then(work())
+        self.building.clear()
 
     def empty(self):
         self.dispatcher.check()
@@ -281,4 +292,173 @@ def test_empty_stop_string_leaves_no_trace():
     bench, conn = Bench(), Conn()
     with pytest.raises(RequestError):
         bench.ask(conn, stop=[b""])
+    assert bench.empty()
+
+
+LONG = b"w" * (LONG_PROMPT_BYTES + 1)
+
+
+def test_a_long_text_is_built_off_the_loop_and_then_seated():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, text=LONG)
+    bench.ask(conn, 2)
+    assert len(bench.building) == 1
+    assert len(bench.seated) == 1
+    assert bench.service.in_flight == 2
+    bench.build_prompts()
+    assert len(bench.seated) == 2
+    job = bench.rows.job(bench.seated[1])
+    assert (job.request_id, job.truncated) == (1, True)
+    assert len(job.prompt) + job.max_new <= SHAPES.max_model_len
+
+
+def test_a_long_text_as_tokens_stays_on_the_loop():
+    bench, conn = Bench(), Conn()
+    ids = np.zeros(2_000, "<i4").tobytes()
+    bench.ask(conn, 1, text=ids, encoding=codec.Encoding.TOKENS)
+    assert not bench.building
+
+
+@pytest.mark.parametrize("how", ["cancel", "closed", "deadline", "drain", "engine"])
+def test_what_ends_while_its_prompt_is_built_is_over(how):
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, text=LONG, deadline_ms=50)
+    if how == "cancel":
+        bench.service.cancel(conn, 1)
+        assert conn.last.finish == Finish.CANCELLED
+    elif how == "closed":
+        bench.service.closed(conn)
+    elif how == "deadline":
+        bench.now += 0.06
+        for when, function in bench.timers:
+            assert when <= bench.now
+            function()
+        assert conn.last.error.code == Code.DEADLINE_EXCEEDED
+    elif how == "drain":
+        bench.service.end_all("over")
+        assert conn.last.error.code == Code.DRAINING
+    else:
+        bench.service.engine_failed(RuntimeError("bus"))
+        assert conn.last.error.code == Code.INTERNAL
+    n_frames = len(conn.frames)
+    bench.build_prompts()
+    assert len(conn.frames) == n_frames
+    assert not bench.seated
+    assert bench.empty()
+
+
+def test_a_prompt_that_is_refused_late_ends_with_its_error():
+    bench, conn = Bench(), Conn()
+
+    def refuse(*_):
+        raise RequestError(Code.LIMIT_EXCEEDED, "messages[0]: too long", field="messages[0]")
+
+    bench.service._prompts.build = refuse
+    bench.ask(conn, 7, text=LONG)
+    assert not conn.frames
+    bench.build_prompts()
+    assert conn.last.request_id == 7
+    assert (conn.last.error.code, conn.last.error.message) == (Code.LIMIT_EXCEEDED, "messages[0]: too long")
+    assert conn.ended == [7]
+    assert bench.empty()
+
+
+def test_a_fault_while_building_ends_the_request(caplog):
+    bench, conn = Bench(), Conn()
+
+    def fail(*_):
+        raise KeyError("oops")
+
+    bench.service._prompts.build = fail
+    bench.ask(conn, 7, text=LONG)
+    bench.build_prompts()
+    assert conn.last.error.code == Code.INTERNAL
+    assert "building a prompt failed" in caplog.text
+    assert bench.empty()
+
+
+def test_prompts_that_are_built_count_as_waiting():
+    bench, conn = Bench(max_queue=2), Conn()
+    bench.ask(conn, 1, text=LONG)
+    bench.ask(conn, 2, text=LONG)
+    with pytest.raises(RequestError) as refusal:
+        bench.ask(conn, 3, text=LONG)
+    assert refusal.value.code == Code.OVERLOADED
+
+
+def outcomes(bench):
+    """Every request that was admitted, by how it ended."""
+    ended = bench.service.emitter.counters
+    counts = {finish.name: n for finish, n in ended.finished.items() if n and finish is not Finish.ERROR}
+    counts |= {code.name: n for code, n in ended.errors.items() if n}
+    gone = bench.service.counters.disconnected
+    return counts | ({"disconnected": gone} if gone else {})
+
+
+def test_each_request_is_counted_once_when_it_ends():
+    bench, conn, gone = Bench(), Conn(), Conn()
+    bench.ask(conn, 1)
+    bench.ask(gone, 2)
+    bench.ask(gone, 3)  # waits for a row
+    assert outcomes(bench) == {}
+    bench.step((bench.seated[0], 2, 0), (bench.seated[1], 2, 0))
+    bench.service.cancel(conn, 1)
+    bench.service.cancel(conn, 1)
+    bench.step((bench.seated[0], 2, 0), (bench.seated[1], 2, 0))
+    bench.service.closed(gone)
+    bench.service.closed(gone)
+    bench.service.closed(conn)
+    bench.step(retired=bench.seated[:2])
+    assert outcomes(bench) == {"CANCELLED": 1, "disconnected": 2}
+    bench.ask(conn, 4)
+    bench.step((bench.seated[2], 2, 0))
+    bench.step((bench.seated[2], 3, NUMERIC), retired=[bench.seated[2]])
+    bench.ask(conn, 5)
+    bench.step((bench.seated[3], 5, EOS), retired=[bench.seated[3]])
+    assert outcomes(bench) == {"CANCELLED": 1, "disconnected": 2, "NUMERIC": 1, "STOP": 1}
+    assert not any(bench.service.measures.decoding.values())
+    assert bench.empty()
+
+
+def test_tokens_are_counted_as_sent_and_frames_as_gaps():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, type=2)
+    bench.ask(conn, 2)
+    one, two = bench.seated
+    bench.step((one, 2, 0), (two, 2, 0), first=[(one, 0), (two, 3)])
+    bench.step((one, 3, 0), (two, 5, EOS), retired=[two])  # the end token is a frame without a token
+    bench.step((one, 4, LENGTH), retired=[one])
+    measures = bench.service.measures
+    assert bench.service.emitter.counters.tokens == sum(len(frame.token_ids) for frame in conn.frames) == 4
+    assert {name: h.count for name, h in measures.gap.items()} == {"CHAT": 1, "SUMMARIZE": 0, "CREATIVE": 2}
+    assert {name: h.count for name, h in measures.e2e.items()} == {"CHAT": 1, "SUMMARIZE": 0, "CREATIVE": 1}
+    assert {name: h.count for name, h in measures.first_token.items()} == {"CHAT": 1, "SUMMARIZE": 0, "CREATIVE": 1}
+    assert measures.encode.count == measures.write.count == 3
+    counters = bench.dispatcher.counters
+    assert (counters.prompt_tokens, counters.constant_tokens) == (10, 3)
+
+
+def test_glue_in_usage_is_what_the_request_and_its_steps_spent_beside_the_model():
+    bench, conn = Bench(), Conn()
+    request = codec.Request(request_id=1, messages=[b"hello"], max_tokens=1)
+    request.read_ns, request.parse_ns = 5_000_000, 7_000_000
+    bench.service.submit(conn, request)
+    (ticket,) = bench.seated
+    before = Moment(1, schedule=1_000_000, context_load=0, sampling=0, graph_replay=9_000_000, heartbeat=0)
+    after = Moment(2, 3_000_000, context_load=4_000_000, sampling=8_000_000, graph_replay=10**9, heartbeat=10**9)
+    result = StepResult([ticket], [2], [-0.5], [LENGTH], [(ticket, 0)], [ticket], 10, before, after)
+    bench.service.on_step(result)
+    own_us = 5_000 + 7_000 + 2_000 + 4_000 + 8_000
+    assert own_us < conn.last.usage.glue_us < own_us + 100_000  # and the making of the prompt, timed by the clock
+    assert bench.empty()
+
+
+def test_counting_begins_anew_when_the_server_opens():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1)
+    bench.step((bench.seated[0], 5, EOS), retired=[bench.seated[0]])
+    bench.service.start_counting()
+    assert outcomes(bench) == {}
+    assert bench.service.counters.requests == bench.dispatcher.counters.admitted == 0
+    assert not any(h.count for h in bench.service.measures.queue.values())
     assert bench.empty()

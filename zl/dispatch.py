@@ -41,6 +41,7 @@ class DispatchCounters:
     seated: int = 0
     retired: int = 0
     truncated: int = 0
+    prompt_tokens: int = 0  # of requests that the engine has begun
     constant_tokens: int = 0
 
 
@@ -68,6 +69,7 @@ class Dispatcher:
         self._notify = notify
         self._limits = limits or Limits()
         self._queue: deque[Job] = deque()
+        self._expected: set[Job] = set()  # their prompts are still being built
         self._finish_times: deque[float] = deque(maxlen=64)
         self.counters = DispatchCounters()
 
@@ -76,28 +78,48 @@ class Dispatcher:
         """Count the jobs that wait for a row."""
         return len(self._queue)
 
+    @property
+    def waiting(self) -> int:
+        """Count the jobs that wait for a row, or for their prompt."""
+        return len(self._queue) + len(self._expected)
+
+    @property
+    def unusable_pages(self) -> int:
+        """Count the pages that could be handed out now but are no use to the oldest waiting job; any thread."""
+        try:
+            oldest = self._queue[0]
+        except IndexError:
+            return 0
+        return self._pages.available() % pages_for(len(oldest.prompt) + oldest.max_new)
+
     def ensure_room(self, now: float) -> None:
         """Raise OVERLOADED, with a hint when to come back, where the queue has no place left."""
-        if len(self._queue) < self._limits.max_queue:
+        n_waiting = self.waiting
+        if n_waiting < self._limits.max_queue:
             return
         self.counters.overloaded += 1
         raise RequestError(
             Code.OVERLOADED,
-            f"all {self.rows.n_rows} rows are busy and {len(self._queue)} requests wait; try again later",
+            f"all {self.rows.n_rows} rows are busy and {n_waiting} requests wait; try again later",
             retry_after_ms=self._retry_after_ms(now),
         )
 
     def prompt_budget(self, max_tokens: int) -> tuple[int, int]:
-        """Return (most prompt tokens, answer tokens) for a request that asks for `max_tokens` (0: the default).
+        """Return (most prompt tokens, answer tokens) for a request that may have `max_tokens` (0: the default).
 
         An answer is never cut below an eighth of the model length for the prompt's sake, unless it asks for less.
         """
-        max_new = profiles.token_limit(max_tokens, self._shapes.default_tokens, self._shapes.max_tokens)
+        max_new = min(max_tokens or self._shapes.default_tokens, self._shapes.max_model_len - 1)
         reserve = min(max_new, max(1, self._shapes.max_model_len // 8))
         return self._shapes.max_model_len - reserve, max_new
 
+    def expect(self, job: Job) -> None:
+        """Keep a place for a job whose prompt is still being built; `admit` or `end` takes it from there."""
+        self._expected.add(job)
+
     def admit(self, job: Job, now: float) -> None:
-        """Queue a job whose prompt is known, and seat what can be seated."""
+        """Queue a job whose prompt is known, and seat what can be seated; RequestError: it can never fit."""
+        self._expected.discard(job)
         job.max_new = min(job.max_new, self._shapes.max_model_len - len(job.prompt))
         need = pages_for(len(job.prompt) + job.max_new)
         if need > self._pages.n_pages:
@@ -137,7 +159,9 @@ class Dispatcher:
         job.done = True
         if job.ticket is not None:
             self.rows.end(job)
-        else:
+        elif job in self._expected:
+            self._expected.remove(job)
+        elif job in self._queue:
             self._queue.remove(job)
 
     def retire(self, ticket: Ticket, now: float) -> None:
@@ -171,13 +195,8 @@ class Dispatcher:
 
     def expired(self, now: float) -> list[Job]:
         """List the jobs, waiting or seated, whose deadline has passed."""
-        jobs = [*self._queue, *self.rows.jobs()]
+        jobs = [*self._expected, *self._queue, *self.rows.jobs()]
         return [job for job in jobs if job.deadline is not None and now >= job.deadline and not job.done]
-
-    def next_deadline(self) -> float | None:
-        """Return the earliest deadline of any job, None where none has one."""
-        jobs = [*self._queue, *self.rows.jobs()]
-        return min((job.deadline for job in jobs if job.deadline is not None and not job.done), default=None)
 
     def check(self) -> None:
         """Recount rows and pages from nothing."""
@@ -220,7 +239,8 @@ class Dispatcher:
         columns.prompt_len[row] = len(job.prompt)
         columns.max_new[row] = job.max_new
         columns.page_table[row, : len(table)] = table
-        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=job.logprobs)
+        logprobs = job.logprobs or job.record is not None
+        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=logprobs)
 
     def _retry_after_ms(self, now: float) -> int:
         """Guess when a place will be free: the mean time between recent finishes, bounded to 0.05 to 10 s."""

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from tests.gpu.native_kit import random_weights, tiny
+from tests.tiny_model import write_tiny
 from zl.dispatch import Dispatcher, Limits
-from zl.gpu.guard import FromPacked, Guard
+from zl.gpu.guard import FromPacked, FromSource, Guard
 from zl.gpu.heartbeat import Patrol, with_canary
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.model import Weights
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
+from zl.gpu.programs import Tensors
+from zl.gpu.weights import open_model
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -179,7 +182,7 @@ def test_quiet_program_beats_and_stays(house):
     before = h.ask(prompts(4), 0)
     h.until(lambda: h.guard.counters.beats >= 3)
     assert h.ask(prompts(4), 10) == before
-    assert h.guard.counters.beats_failed == h.guard.counters.retired == h.guard.counters.fallback_steps == 0
+    assert h.guard.counters.beats_failed == h.guard.counters.retired == h.loop.counters.fallback == 0
     assert h.loads == 0
 
 
@@ -217,7 +220,7 @@ def test_damage_under_load_fails_no_request_and_greedy_answers_are_the_same_afte
     crowd.turns(10)  # some of these begin while the fallback serves
     h.settle()
     assert crowd.all_complete()
-    assert h.guard.counters.fallback_steps > 0
+    assert h.loop.counters.fallback > 0
     assert h.guard.counters.beats_failed == 1
     h.until(lambda: h.guard.counters.recaptured == 1)
     assert h.guard.serving == h.native.name
@@ -231,7 +234,7 @@ def test_rows_that_begin_in_the_fallback_answer_as_before(house):
     h.native.packed()[5] ^= 4
     h.until(lambda: h.guard.counters.retired)
     assert h.ask(prompts(6), 10) == before
-    assert h.guard.counters.fallback_steps > 12
+    assert h.loop.counters.fallback > 12
     assert h.guard.counters.recaptured == 0
 
 
@@ -250,7 +253,7 @@ def test_a_row_goes_on_in_the_fallback_and_back_as_if_nothing_had_happened(house
     h.native.launch = launch
     h.settle()
     assert [h.answers[10 + i] for i in range(6)] == before
-    assert h.guard.counters.fallback_steps > 0
+    assert h.loop.counters.fallback > 0
     h.until(lambda: h.guard.counters.recaptured)
 
 
@@ -428,3 +431,17 @@ def test_patrol_finds_a_change_in_any_slice():
         assert sum(not patrol.visit() for _ in range(5)) == 1
         memory[at] ^= 128
     assert patrol.sweep()
+
+
+def test_weights_read_again_from_the_model_are_packed_to_the_same_bytes(tmp_path):
+    source = open_model(write_tiny(tmp_path, bias=True))
+    tensors = Tensors(source, "bfloat16")
+    columns, slots = RowColumns(SHAPES), [StepSlot(SHAPES), StepSlot(SHAPES)]
+    native = NativeStep(source.shape, tensors, columns, slots, 4, 16, 1, blocks=tensors.blocks)
+    try:
+        packed = native.packed().copy()
+        renewal = FromSource(source)
+        renewal.pack(native, renewal.load(native, lambda _: None))
+        assert np.array_equal(native.packed(), packed)
+    finally:
+        native.close()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from zl import __version__
-from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch
+from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
 from zl.errors import ZlError
 
 COMMANDS = {
@@ -28,6 +28,7 @@ COMMANDS = {
     "load": load,
     "switch": switch,
     "hold": hold,
+    "top": top,
 }
 
 _EPILOG = """\
