@@ -142,12 +142,14 @@ def test_readiness_counts_where_there_is_a_url(site):
 
     with HTTPServer(("127.0.0.1", 0), Handler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
-        green = replace(site.instance("green"), ready=f"http://127.0.0.1:{web.server_port}/readyz")
+        green = replace(site.instance("green", "true"), ready=f"http://127.0.0.1:{web.server_port}/readyz")
         with site.server("blue"), site.server("green"):
             with pytest.raises(SwitchError, match="says 503"):
                 site.procedure(instances=(site.instance("blue"), green)).switch("green")
+            assert site.run == ["start green", "stop green"]  # it pings, but is not ready: as if it were not there
             (site.folder / "ready").touch()
             site.procedure(instances=(site.instance("blue"), green)).switch("green")
+            assert site.run[2:] == ["stop blue"]
         web.shutdown()
 
 
