@@ -1,6 +1,6 @@
 #!/bin/sh
 # Give all new connections to one service: weights.sh blue|green [FILE]. Called by `zl switch` with traffic = "command":
-#   move = ["/opt/zl/share/deploy/traefik/weights.sh", "{name}"]
+#   move = ["/opt/zl/share/zl/deploy/traefik/weights.sh", "{name}"]
 # Traefik sees a whole file or the old one, never half of it: the new one is renamed into place.
 set -eu
 name=${1:?blue or green}
