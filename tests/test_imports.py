@@ -103,6 +103,7 @@ NEVER: dict[str, set[str]] = {
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
+    "zl.tools.hold": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.session"},  # binds
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }
 FREE = ("zl", "zl.net", "zl.sampling", "zl.server", "zl.cli", "zl.__main__")  # empty packages, and those that wire
