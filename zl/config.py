@@ -25,6 +25,7 @@ OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
 
 OVER_BUDGET = ("cut", "reject")
 CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
+LOG_FORMATS = ("auto", "text", "logfmt", "json")
 _FRAME_SIZES = (1_024, 64 * 2**20)
 
 
@@ -74,6 +75,8 @@ _LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or mor
                "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
 _METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
 _TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_LOG_FILE = Spec("server", readers.text, "a path in a folder that this user may write",
+                 "file to log to, opened anew at each reload; stderr where none is named", metavar="FILE")  # fmt: skip
 _MAX_FRAME = Spec("limits", readers.size, "a size from 1KiB to 64MiB", "largest payload of a frame", metavar="SIZE")
 
 
@@ -100,6 +103,9 @@ class Settings:
     tls_key: str = _file("server", "PEM private key of the certificate")
     drain_s: float = _period("server", 0, 3_600, 30.0, "how long running answers may go on after SIGTERM")
     log_level: str = _choice("server", ("debug", "info", "warning", "error"), "info", "least severe line to log")
+    log_format: str = _choice("server", LOG_FORMATS, "auto", "how lines look; auto is logfmt in the journal, else text")
+    log_file: str = _setting("", _LOG_FILE)
+    log_requests: str = _choice("server", ("off", "on", "text"), "off", "a line a request; text shows prompts too")
 
     max_rows: int = _count("limits", 1, shapes.MAX_ROWS, shapes.MAX_ROWS, "answers generated at the same time")
     max_model_len: int = _count("limits", shapes.PAGE, 2**20, shapes.MODEL_LEN, "most tokens of prompt and answer")

@@ -30,12 +30,19 @@ class EmitCounters:
 class Emitter:
     """Turn tokens into frames and decide where an answer ends.
 
-    on_end  called once with each job after its last frame is queued
+    on_end   called once with each job after its last frame is queued
+    on_last  called before that with what the last frame says
     """
 
-    def __init__(self, rows: Rows, on_end: Callable[[Job], None]):
+    def __init__(
+        self,
+        rows: Rows,
+        on_end: Callable[[Job], None],
+        on_last: Callable[[Job, Finish, codec.Usage, PeerError | None], None] | None = None,
+    ):
         self._rows = rows
         self._on_end = on_end
+        self._on_last = on_last
         self.counters = EmitCounters()
 
     def step(
@@ -127,6 +134,8 @@ class Emitter:
         )
         job.conn.queue(frame)
         self.counters.finished[finish] += 1
+        if self._on_last is not None:
+            self._on_last(job, finish, usage, error)
         self._on_end(job)
 
 

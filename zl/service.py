@@ -20,6 +20,7 @@ from zl.emit import Emitter
 from zl.errors import Code, PeerError, RequestError
 from zl.health import Health, Phase
 from zl.net import codec
+from zl.ops.requests import RequestLog
 from zl.rows import Job
 from zl.sampling import profiles
 from zl.text.detok import TextStream, TokenTable
@@ -41,6 +42,7 @@ class Service:
 
     engine_nudge  wakes an idle engine so that it sees the control column
     health        what pings are answered by
+    requests      the request log; by default it says nothing
     call_at       call_at(monotonic seconds, function): the event loop's timer
     """
 
@@ -55,13 +57,15 @@ class Service:
         call_at: Callable[[float, Callable[[], None]], Any],
         engine_nudge: Callable[[], None],
         health: Health,
+        requests: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._prompts = prompts
         self._tokens = tokens
         self._vocab_size = vocab_size
         self.dispatcher = dispatcher
-        self.emitter = Emitter(dispatcher.rows, self._ended)
+        self._requests = requests or RequestLog()
+        self.emitter = Emitter(dispatcher.rows, self._ended, self._requests.ended)
         self._info = info
         self._call_at = call_at
         self._nudge = engine_nudge
@@ -81,8 +85,7 @@ class Service:
         try:
             job = self._job(conn, request, now)
         except RequestError as refusal:
-            self.counters.refused += 1
-            refusal.request_id = request.request_id
+            self._refused(conn, request, refusal)
             raise
         spent = time.perf_counter_ns() - begun
         job.glue_ns += spent
@@ -91,10 +94,10 @@ class Service:
         try:
             self.dispatcher.admit(job, now)
         except RequestError as refusal:
-            self.counters.refused += 1
-            refusal.request_id = request.request_id
             self._forget(job)
+            self._refused(conn, request, refusal)
             raise
+        self._requests.began(conn, request)
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
 
@@ -109,6 +112,7 @@ class Service:
     def closed(self, conn: Any) -> None:
         """Drop all requests of a connection that is gone."""
         for job in self._jobs.pop(conn, {}).values():
+            self._requests.gone(job)
             self.dispatcher.end(job)
         self._nudge()
 
@@ -197,6 +201,11 @@ class Service:
             logprobs=request.logprobs,
             truncated=prompt.truncated,
         )
+
+    def _refused(self, conn: Any, request: codec.Request, refusal: RequestError) -> None:
+        self.counters.refused += 1
+        refusal.request_id = request.request_id
+        self._requests.refused(conn, request, refusal)
 
     def _ended(self, job: Job) -> None:
         self._forget(job)

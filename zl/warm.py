@@ -27,6 +27,7 @@ class Own:
     """A connection that ends here: it keeps the frames of our own requests."""
 
     def __init__(self, n_requests: int) -> None:
+        self.number = 0
         self.frames: list[bytes] = []
         self.done = asyncio.Event()
         self._open = n_requests

@@ -15,7 +15,9 @@ from zl.shapes import MAX_FRAME
 
 
 class Answers(Hashable, Protocol):
-    """What an application needs of a connection."""
+    """What an application needs of a connection. `number` tells it from others of this server in the log."""
+
+    number: int
 
     def queue(self, data: bytes) -> None:
         """Put one whole frame in line."""

@@ -69,6 +69,7 @@ class Connection(asyncio.BufferedProtocol):
     """One peer's socket. The application calls `queue`, `finished` and `flush`; asyncio calls the rest."""
 
     def __init__(self, net: Net):
+        self.number = 0  # counts the connections of this server, for the log
         self._net = net
         self._app = net.app
         self._counters = net.counters
@@ -136,6 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         self._net.connections.add(self)
         self._counters.connections_open += 1
         self._counters.connections_total += 1
+        self.number = self._counters.connections_total
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._target
