@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 from zl import __version__
 from zl.config import Settings, load
@@ -30,6 +29,7 @@ examples:
   zl doctor --config zl.toml
 """
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which settings to look at."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with the server's settings")
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     flags = {"model": args.set_model, "listen": args.set_listen, "device": args.set_device}
     findings = list(examine(load(flags, file=args.config)))
     for found in findings:
-        print(f"{found.level:<5} {found.topic:<11} {found.text}")
+        print(f"{found.level:<5} {found.topic:<10} {found.text}")
     return 1 if any(found.level == FAIL for found in findings) else 0
 
 

@@ -1,4 +1,4 @@
-"""`zl doctor` on the GPU: driver, devices, whether host memory can be page-locked for it. Asks the driver's own library.
+"""`zl doctor` on the GPU: driver, devices, whether host memory can be page-locked; asks the driver's own library.
 
 Owns no state.
 """
@@ -57,14 +57,14 @@ def driver(version: str = "/proc/driver/nvidia/version") -> Finding:
     """Tell which kernel module is loaded."""
     first = read(version).partition("\n")[0].removeprefix("NVRM version:").strip()
     if not first:
-        return Finding(OK, "driver", "no NVIDIA kernel module is loaded: the CPU computes; for a GPU install its driver")
+        return Finding(OK, "driver", "no NVIDIA kernel module: the CPU computes; for a GPU install its driver")
     return Finding(OK, "driver", " ".join(first.split()))
 
 
 def host_registration(gpu: Gpu, library: str = LIBRARY) -> Finding:
     """Page-lock some memory for the GPU and let it go again: what every start does with the arena."""
     if not gpu.count:
-        return Finding(OK, "host memory", "not page-locked: without a GPU, frames land in ordinary memory")
+        return Finding(OK, "page-lock", "not needed: without a GPU, frames land in ordinary memory")
     cuda = ctypes.CDLL(library)
     device, context = ctypes.c_int(), ctypes.c_void_p()
     status = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
@@ -77,7 +77,7 @@ def host_registration(gpu: Gpu, library: str = LIBRARY) -> Finding:
         cuda.cuDevicePrimaryCtxRelease_v2(device)
     if status:
         return _refused(f"{PROBE_BYTES >> 20} MiB cannot be page-locked", status)
-    return Finding(OK, "host memory", f"{PROBE_BYTES >> 20} MiB page-locked and mapped for the GPU, and let go again")
+    return Finding(OK, "page-lock", f"{PROBE_BYTES >> 20} MiB page-locked and mapped for the GPU, and let go again")
 
 
 def _register(cuda: Any) -> int:
@@ -92,5 +92,5 @@ def _register(cuda: Any) -> int:
 
 
 def _refused(what: str, status: int) -> Finding:
-    return Finding(WARN, "host memory", f"{what} (driver status {status}): LimitMEMLOCK=infinity in the unit, or "
-                                        "ulimit -l unlimited; in a container, allow it there")  # fmt: skip
+    return Finding(WARN, "page-lock", f"{what} (driver status {status}): LimitMEMLOCK=infinity in the unit, or "
+                                      "ulimit -l unlimited; in a container, allow it there")  # fmt: skip

@@ -79,8 +79,7 @@ def _unix(where: UnixAddress) -> Finding:
 def _taken(where: str, inodes: set[str], otherwise: str) -> Finding:
     found = holders(inodes)
     if any(pid == 1 for pid, _ in found):
-        return Finding(OK, "listen", f"{where}: held by systemd for its service; `systemctl list-sockets` names it, and "
-                                     "that service gets it at its start")  # fmt: skip
+        return Finding(OK, "listen", f"{where}: held by systemd for its service; systemctl list-sockets names it")
     if not found:
         return Finding(FAIL, "listen", f"{where} is in use by another user's process: run zl doctor as root to see "
                                        f"which; stop it, or {otherwise}")  # fmt: skip
@@ -89,7 +88,7 @@ def _taken(where: str, inodes: set[str], otherwise: str) -> Finding:
 
 
 def _tcp_inodes(port: int) -> set[str]:
-    """Find the listening sockets of a port; proc(5), /proc/net/tcp: local address, state and inode are words 1, 3, 9."""
+    """Find the listening sockets of a port; proc(5): local address, state, inode are words 1, 3, 9 of a line."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in read(table).splitlines()[1:]:
