@@ -26,7 +26,7 @@ from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
-from zl.health import Health, Phase
+from zl.health import STALL_S, Health, Phase
 from zl.metrics import Gauge, MetricsServer
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
@@ -49,6 +49,9 @@ FLUSH_S = 2.0
 
 STOP_S = 10.0
 """How long the step in flight may take to end."""
+
+STUCK_S = 1.0
+"""How long one may take that has not moved for STALL_S."""
 
 CLOSE_S = FLUSH_S + STOP_S + 5.0
 """How long the service manager is to wait beyond the drain deadline."""
@@ -186,7 +189,7 @@ class Server:
         while self.net.connections and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
         ending = asyncio.ensure_future(asyncio.to_thread(self.generation.stop))
-        await asyncio.wait({ending}, timeout=STOP_S)
+        await asyncio.wait({ending}, timeout=STOP_S if self.health.stalled_s < STALL_S else STUCK_S)
         self.stuck = not ending.done()
         if self.stuck:
             log.error("the engine is stuck in a step and cannot be closed")

@@ -108,6 +108,11 @@ class Knocker(threading.Thread):
 def test_a_restart_loses_no_connection_attempt_while_the_socket_is_held(service, tmp_path, small):
     tcp = listening(socket.AF_INET, ("127.0.0.1", 0))
     unix = listening(socket.AF_UNIX, str(tmp_path / "s"))
+    with tcp, unix:
+        restart_under_load(service, tmp_path, small, tcp, unix)
+
+
+def restart_under_load(service, tmp_path, small, tcp: socket.socket, unix: socket.socket) -> None:
     fds = (tcp.fileno(), unix.fileno())
 
     def start(number: int):
@@ -136,8 +141,6 @@ def test_a_restart_loses_no_connection_attempt_while_the_socket_is_held(service,
     assert not lost, lost[:3]
     assert answered > 50
     assert server.close() == 0
-    tcp.close()
-    unix.close()
 
 
 def test_cold_start_of_a_built_model_within_8_s_to_ready(service, tmp_path, gguf_path):

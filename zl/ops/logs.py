@@ -21,7 +21,7 @@ _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERRO
 """Levels as sd-daemon(3) writes them before a line."""
 
 
-def event(log: logging.Logger, level: int, text: str, **fields: object) -> None:
+def event(log: logging.Logger, level: int, text: str, /, **fields: object) -> None:
     """Log an event with fields; a field that is None is left out."""
     if log.isEnabledFor(level):
         log.log(level, "%s", text, extra={"fields": {name: v for name, v in fields.items() if v is not None}})
