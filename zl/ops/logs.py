@@ -60,7 +60,7 @@ class Lines(logging.Formatter):
         if trace:
             whole["trace"] = trace
         if self._form == "json":
-            return json.dumps(whole, ensure_ascii=False, default=str)
+            return json.dumps(whole, default=str)
         return " ".join(f"{name}={_logfmt(value)}" for name, value in whole.items())
 
 
@@ -132,7 +132,7 @@ def _logfmt(value: Any) -> str:
     text = str(value)
     if text and not any(c <= " " or c in '"=\\' or c == "\x7f" for c in text):
         return text
-    return json.dumps(text, ensure_ascii=False)
+    return _one_line(json.dumps(text, ensure_ascii=False))
 
 
 def _one_line(text: str) -> str:

@@ -38,7 +38,7 @@ def holders(inodes: set[str], proc: str = "/proc") -> list[tuple[int, str]]:
         if not folder.name.isdigit():
             continue
         try:
-            links = [os.readlink(entry.path) for entry in os.scandir(folder / "fd")]
+            links = [os.readlink(folder / "fd" / name) for name in os.listdir(folder / "fd")]
         except OSError:
             continue
         if wanted.intersection(links):
