@@ -78,6 +78,7 @@ NEVER: dict[str, set[str]] = {
     "zl.warm": {"torch", "zl.gpu", "zl.net.protocol"},
     "zl.gpu.native.packed": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.metrics": {"torch", "asyncio"},
+    "zl.threads": {"torch", "asyncio", "numpy"},
     "zl.health": {"torch", "asyncio", "zl.net"},
     "zl.ops": {"torch", "asyncio", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen"},
     "zl.ops.notify": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},  # `zl serve --help` loads it

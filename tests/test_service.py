@@ -16,7 +16,7 @@ from zl.net import codec
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
 from zl.rows import Rows
-from zl.service import Service
+from zl.service import LONG_PROMPT_BYTES, Service
 from zl.shapes import Shapes
 from zl.text.prompt import Prompt
 
@@ -68,6 +68,7 @@ class Bench:
         self.now = 100.0
         self.timers: list[tuple[float, object]] = []
         self.seated = []
+        self.building = []
         self.nudges = 0
         self.rows = Rows(SHAPES.max_rows)
         self.pages = PageBooks(16)
@@ -77,7 +78,7 @@ class Bench:
         self.service = Service(
             prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
-            engine_nudge=self._nudge,
+            engine_nudge=self._nudge, offload=lambda work, then: self.building.append((work, then)),
             clock=lambda: self.now,
         )  # fmt: skip
 
@@ -94,6 +95,11 @@ class Bench:
         self.service.on_step(
             StepResult(tickets, tokens, [-0.5] * len(drawn), flags, list(first), list(retired), 10_000)
         )
+
+    def build_prompts(self):
+        for work, then in self.building:
+            then(work())
+        self.building.clear()
 
     def empty(self):
         self.dispatcher.check()
@@ -282,3 +288,94 @@ def test_empty_stop_string_leaves_no_trace():
     with pytest.raises(RequestError):
         bench.ask(conn, stop=[b""])
     assert bench.empty()
+
+
+LONG = b"w" * (LONG_PROMPT_BYTES + 1)
+
+
+def test_a_long_text_is_built_off_the_loop_and_then_seated():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, text=LONG)
+    bench.ask(conn, 2)
+    assert len(bench.building) == 1
+    assert len(bench.seated) == 1
+    assert bench.service.in_flight == 2
+    bench.build_prompts()
+    assert len(bench.seated) == 2
+    job = bench.rows.job(bench.seated[1])
+    assert (job.request_id, job.truncated) == (1, True)
+    assert len(job.prompt) + job.max_new <= SHAPES.max_model_len
+
+
+def test_a_long_text_as_tokens_stays_on_the_loop():
+    bench, conn = Bench(), Conn()
+    ids = np.zeros(2_000, "<i4").tobytes()
+    bench.ask(conn, 1, text=ids, encoding=codec.Encoding.TOKENS)
+    assert not bench.building
+
+
+@pytest.mark.parametrize("how", ["cancel", "closed", "deadline", "drain", "engine"])
+def test_what_ends_while_its_prompt_is_built_is_over(how):
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, text=LONG, deadline_ms=50)
+    if how == "cancel":
+        bench.service.cancel(conn, 1)
+        assert conn.last.finish == Finish.CANCELLED
+    elif how == "closed":
+        bench.service.closed(conn)
+    elif how == "deadline":
+        bench.now += 0.06
+        for when, function in bench.timers:
+            assert when <= bench.now
+            function()
+        assert conn.last.error.code == Code.DEADLINE_EXCEEDED
+    elif how == "drain":
+        bench.service.end_all("over")
+        assert conn.last.error.code == Code.DRAINING
+    else:
+        bench.service.engine_failed(RuntimeError("bus"))
+        assert conn.last.error.code == Code.INTERNAL
+    n_frames = len(conn.frames)
+    bench.build_prompts()
+    assert len(conn.frames) == n_frames
+    assert not bench.seated
+    assert bench.empty()
+
+
+def test_a_prompt_that_is_refused_late_ends_with_its_error():
+    bench, conn = Bench(), Conn()
+
+    def refuse(*_):
+        raise RequestError(Code.LIMIT_EXCEEDED, "messages[0]: too long", field="messages[0]")
+
+    bench.service._prompts.build = refuse
+    bench.ask(conn, 7, text=LONG)
+    assert not conn.frames
+    bench.build_prompts()
+    assert conn.last.request_id == 7
+    assert (conn.last.error.code, conn.last.error.message) == (Code.LIMIT_EXCEEDED, "messages[0]: too long")
+    assert conn.ended == [7]
+    assert bench.empty()
+
+
+def test_a_fault_while_building_ends_the_request(caplog):
+    bench, conn = Bench(), Conn()
+
+    def fail(*_):
+        raise KeyError("oops")
+
+    bench.service._prompts.build = fail
+    bench.ask(conn, 7, text=LONG)
+    bench.build_prompts()
+    assert conn.last.error.code == Code.INTERNAL
+    assert "building a prompt failed" in caplog.text
+    assert bench.empty()
+
+
+def test_prompts_that_are_built_count_as_waiting():
+    bench, conn = Bench(max_queue=2), Conn()
+    bench.ask(conn, 1, text=LONG)
+    bench.ask(conn, 2, text=LONG)
+    with pytest.raises(RequestError) as refusal:
+        bench.ask(conn, 3, text=LONG)
+    assert refusal.value.code == Code.OVERLOADED

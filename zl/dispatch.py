@@ -69,6 +69,7 @@ class Dispatcher:
         self._notify = notify
         self.limits = limits or Limits()
         self._queue: deque[Job] = deque()
+        self._expected: set[Job] = set()  # their prompts are still being built
         self._finish_times: deque[float] = deque(maxlen=64)
         self.counters = DispatchCounters()
 
@@ -79,12 +80,13 @@ class Dispatcher:
 
     def ensure_room(self, now: float) -> None:
         """Raise OVERLOADED, with a hint when to come back, where the queue has no place left."""
-        if len(self._queue) < self.limits.max_queue:
+        n_waiting = len(self._queue) + len(self._expected)
+        if n_waiting < self.limits.max_queue:
             return
         self.counters.overloaded += 1
         raise RequestError(
             Code.OVERLOADED,
-            f"all {self.rows.n_rows} rows are busy and {len(self._queue)} requests wait; try again later",
+            f"all {self.rows.n_rows} rows are busy and {n_waiting} requests wait; try again later",
             retry_after_ms=self._retry_after_ms(now),
         )
 
@@ -97,8 +99,13 @@ class Dispatcher:
         reserve = min(max_new, max(1, self._shapes.max_model_len // 8))
         return self._shapes.max_model_len - reserve, max_new
 
+    def expect(self, job: Job) -> None:
+        """Keep a place for a job whose prompt is still being built; `admit` or `end` takes it from there."""
+        self._expected.add(job)
+
     def admit(self, job: Job, now: float) -> None:
-        """Queue a job whose prompt is known, and seat what can be seated."""
+        """Queue a job whose prompt is known, and seat what can be seated; RequestError: it can never fit."""
+        self._expected.discard(job)
         job.max_new = min(job.max_new, self._shapes.max_model_len - len(job.prompt))
         need = pages_for(len(job.prompt) + job.max_new)
         if need > self._pages.n_pages:
@@ -138,7 +145,9 @@ class Dispatcher:
         job.done = True
         if job.ticket is not None:
             self.rows.end(job)
-        else:
+        elif job in self._expected:
+            self._expected.remove(job)
+        elif job in self._queue:
             self._queue.remove(job)
 
     def retire(self, ticket: Ticket, now: float) -> None:
@@ -172,13 +181,8 @@ class Dispatcher:
 
     def expired(self, now: float) -> list[Job]:
         """List the jobs, waiting or seated, whose deadline has passed."""
-        jobs = [*self._queue, *self.rows.jobs()]
+        jobs = [*self._expected, *self._queue, *self.rows.jobs()]
         return [job for job in jobs if job.deadline is not None and now >= job.deadline and not job.done]
-
-    def next_deadline(self) -> float | None:
-        """Return the earliest deadline of any job, None where none has one."""
-        jobs = [*self._queue, *self.rows.jobs()]
-        return min((job.deadline for job in jobs if job.deadline is not None and not job.done), default=None)
 
     def check(self) -> None:
         """Recount rows and pages from nothing."""

@@ -12,6 +12,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import zl
 from zl import warm
@@ -39,8 +40,9 @@ from zl.ops.watchdog import Watchdog
 from zl.pages import PageBooks
 from zl.phases import Phases
 from zl.rows import Rows
-from zl.service import Service
+from zl.service import Built, Service
 from zl.shapes import MAX_MESSAGES
+from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
 
@@ -99,6 +101,7 @@ class Server:
         self.health = Health(self._turned_at)
         self.watchdog = Watchdog(self.health, self._notifier, loop.call_later, self._status)
         self.requests = RequestLog()
+        self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         self.service = Service(
             prompts=build.prompts,
             tokens=build.tokens,
@@ -106,6 +109,7 @@ class Server:
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
+            offload=self._offload,
             engine_nudge=self.generation.nudge,
             health=self.health,
             requests=self.requests,
@@ -196,6 +200,7 @@ class Server:
         else:
             await asyncio.sleep(0)  # results that the engine published while it stopped
             self.engine.close()
+        self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -203,6 +208,10 @@ class Server:
     def _status(self) -> str:
         names = " and ".join(self.listeners.names) if self.listeners is not None else "nothing"
         return f"{self.build.model.name} on {self.build.device.name}, listening on {names}"
+
+    def _offload(self, work: Callable[[], Built], then: Callable[[Built], None]) -> None:
+        done = self._loop.run_in_executor(self._prompt_thread, work)
+        done.add_done_callback(lambda future: None if future.cancelled() else then(future.result()))
 
     def _turned_at(self) -> float:
         turned_at = self.generation.counters.turned_at

@@ -7,11 +7,13 @@ come in by constructor.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +26,14 @@ from zl.ops.requests import RequestLog
 from zl.rows import Job
 from zl.sampling import profiles
 from zl.text.detok import TextStream, TokenTable
-from zl.text.prompt import PromptBuilder
+from zl.text.prompt import Prompt, PromptBuilder
+
+log = logging.getLogger("zl")
+
+LONG_PROMPT_BYTES = 4_096
+"""Texts above this are cut into tokens off the event loop: 5 ms of it would delay the frames of all streams."""
+
+NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -37,6 +46,13 @@ class ServiceCounters:
     step_ns: int = 0
 
 
+class Built(NamedTuple):
+    """What building a prompt off the event loop came to."""
+
+    outcome: Prompt | RequestError
+    spent_ns: int
+
+
 class Service:
     """Answer the requests of all connections.
 
@@ -44,6 +60,8 @@ class Service:
     health        what pings are answered by
     requests      the request log; by default it says nothing
     call_at       call_at(monotonic seconds, function): the event loop's timer
+    offload       offload(work, then): run `work` on another thread, one at a time, then `then(result)` on this one;
+                  `work` raises nothing
     """
 
     def __init__(
@@ -55,6 +73,7 @@ class Service:
         dispatcher: Dispatcher,
         info: bytes,
         call_at: Callable[[float, Callable[[], None]], Any],
+        offload: Callable[[Callable[[], Built], Callable[[Built], None]], Any],
         engine_nudge: Callable[[], None],
         health: Health,
         requests: RequestLog | None = None,
@@ -68,6 +87,7 @@ class Service:
         self.emitter = Emitter(dispatcher.rows, self._ended, self._requests.ended)
         self._info = info
         self._call_at = call_at
+        self._offload = offload
         self._nudge = engine_nudge
         self._clock = clock
         self._jobs: dict[Any, dict[int, Job]] = {}
@@ -83,20 +103,16 @@ class Service:
         now = self._clock()
         self.counters.requests += 1
         try:
-            job = self._job(conn, request, now)
+            job, build = self._job(conn, request, now)
+            if _text_bytes(request) > LONG_PROMPT_BYTES:
+                self.dispatcher.expect(job)
+                self._offload(lambda: _built(build), lambda built: self._prompt_built(job, built))
+            else:
+                self._admit(job, build(), begun, now)
         except RequestError as refusal:
             self._refused(conn, request, refusal)
             raise
-        spent = time.perf_counter_ns() - begun
-        job.glue_ns += spent
-        self.counters.prompt_ns += spent
         self._jobs.setdefault(conn, {})[job.request_id] = job
-        try:
-            self.dispatcher.admit(job, now)
-        except RequestError as refusal:
-            self._forget(job)
-            self._refused(conn, request, refusal)
-            raise
         self._requests.began(conn, request)
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
@@ -177,7 +193,8 @@ class Service:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _job(self, conn: Any, request: codec.Request, now: float) -> Job:
+    def _job(self, conn: Any, request: codec.Request, now: float) -> tuple[Job, Callable[[], Prompt]]:
+        """Make the job of a request, and what builds its prompt; RequestError: it is refused."""
         if not self.accepting:
             raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
         self.dispatcher.ensure_room(now)
@@ -185,12 +202,11 @@ class Service:
         if tokens:
             codec.check_tokens(request, self._vocab_size)
         budget, max_new = self.dispatcher.prompt_budget(request.max_tokens)
-        prompt = self._prompts.build(request.system, request.messages, request.context, tokens, budget)
-        return Job(
+        job = Job(
             conn=conn,
             request_id=request.request_id,
-            prompt=np.array(prompt.ids, np.int32),
-            prefix_len=prompt.prefix_len,
+            prompt=NO_TOKENS,
+            prefix_len=0,
             max_new=max_new,
             sampling=profiles.resolve(request.type, request.temperature, request.top_p, request.repetition_penalty),
             seed=request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little"),
@@ -199,8 +215,35 @@ class Service:
             deadline=now + request.deadline_ms / 1_000 if request.deadline_ms else None,
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
-            truncated=prompt.truncated,
         )
+        return job, partial(self._prompts.build, request.system, request.messages, request.context, tokens, budget)
+
+    def _admit(self, job: Job, prompt: Prompt, begun: int, now: float) -> None:
+        """Queue a job that has its prompt; `begun`: since when this thread works on it."""
+        job.prompt = np.array(prompt.ids, np.int32)
+        job.prefix_len = prompt.prefix_len
+        job.truncated = prompt.truncated
+        spent = time.perf_counter_ns() - begun
+        job.glue_ns += spent
+        self.counters.prompt_ns += spent
+        self.dispatcher.admit(job, now)
+
+    def _prompt_built(self, job: Job, built: Built) -> None:
+        """Take a prompt that was built off this thread; its request may be over by now."""
+        begun = time.perf_counter_ns()
+        if job.done:
+            return
+        now = self._clock()
+        try:
+            if isinstance(built.outcome, RequestError):
+                raise built.outcome
+            job.glue_ns += built.spent_ns
+            self.counters.prompt_ns += built.spent_ns
+            self._admit(job, built.outcome, begun, now)
+        except RequestError as refusal:
+            refusal.request_id = job.request_id
+            self.emitter.fail(job, refusal, now)
+            job.conn.flush()
 
     def _refused(self, conn: Any, request: codec.Request, refusal: RequestError) -> None:
         self.counters.refused += 1
@@ -226,3 +269,21 @@ class Service:
                 self.emitter.fail(job, error, now)
             conn.flush()
         self._nudge()
+
+
+def _text_bytes(request: codec.Request) -> int:
+    if request.encoding == codec.Encoding.TOKENS:
+        return 0
+    return len(request.system) + len(request.context) + sum(map(len, request.messages))
+
+
+def _built(build: Callable[[], Prompt]) -> Built:
+    begun = time.perf_counter_ns()
+    try:
+        outcome: Prompt | RequestError = build()
+    except RequestError as refusal:
+        outcome = refusal
+    except Exception as failure:  # a fault of ours must end the request, not leave it hanging
+        log.exception("building a prompt failed")
+        outcome = RequestError(Code.INTERNAL, f"the prompt could not be built: {type(failure).__name__}")
+    return Built(outcome, time.perf_counter_ns() - begun)

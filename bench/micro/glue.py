@@ -76,8 +76,8 @@ class Glue:
         dispatcher = Dispatcher(shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated)
         self.service = Service(
             prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, dispatcher=dispatcher,
-            info=b"", call_at=lambda _when, _what: None, health=Health(time.monotonic),
-            engine_nudge=lambda: None,
+            info=b"", call_at=lambda _when, _what: None, offload=lambda work, then: then(work()),
+            health=Health(time.monotonic), engine_nudge=lambda: None,
         )  # fmt: skip
         self.payload = payload_of(prompt)
         self.request = codec.decode_request(self.payload)

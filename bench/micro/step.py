@@ -85,7 +85,7 @@ def build(
     weights = FileWeights(source, dtype) if source else RandomWeights(SMOL, dtype)
     blocks = source.blocks if source else None
     step = NativeStep(shape, weights, columns, slots, rows * each, step_tokens, threads, level, blocks)
-    return step, slots
+    return step, slots, columns
 
 
 def run(step: NativeStep, slot: StepSlot, segments: list[tuple[int, int, int, int]]) -> dict[str, float]:
@@ -148,7 +148,7 @@ def main() -> None:
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     source = open_model(args.model) if args.model else None
     counts = [int(n) for n in args.rows.split(",")]
-    step, slots = build(max(counts), args.tokens, 512, dtype, args.threads, args.level, source)
+    step, slots, _ = build(max(counts), args.tokens, 512, dtype, args.threads, args.level, source)
     per = max(1, 512 // args.tokens)  # rows prefilled in one step
     for row in range(0, max(counts), per):
         rows = range(row, min(row + per, max(counts)))

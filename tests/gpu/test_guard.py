@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from tests.gpu.native_kit import random_weights, tiny
+from tests.tiny_model import write_tiny
 from zl.dispatch import Dispatcher, Limits
-from zl.gpu.guard import FromPacked, Guard
+from zl.gpu.guard import FromPacked, FromSource, Guard
 from zl.gpu.heartbeat import Patrol, with_canary
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.model import Weights
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
+from zl.gpu.programs import Tensors
+from zl.gpu.weights import open_model
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -428,3 +431,17 @@ def test_patrol_finds_a_change_in_any_slice():
         assert sum(not patrol.visit() for _ in range(5)) == 1
         memory[at] ^= 128
     assert patrol.sweep()
+
+
+def test_weights_read_again_from_the_model_are_packed_to_the_same_bytes(tmp_path):
+    source = open_model(write_tiny(tmp_path, bias=True))
+    tensors = Tensors(source, "bfloat16")
+    columns, slots = RowColumns(SHAPES), [StepSlot(SHAPES), StepSlot(SHAPES)]
+    native = NativeStep(source.shape, tensors, columns, slots, 4, 16, 1, blocks=tensors.blocks)
+    try:
+        packed = native.packed().copy()
+        renewal = FromSource(source)
+        renewal.pack(native, renewal.load(native, lambda _: None))
+        assert np.array_equal(native.packed(), packed)
+    finally:
+        native.close()

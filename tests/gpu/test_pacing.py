@@ -55,3 +55,20 @@ def test_one_stolen_core_does_not_become_normal():
     pacer.landed(8, 0, 0, 100_000_000)
     pacer.landed(8, 64, 1, 50_000_000)
     assert pacer.chunk < 64
+
+
+def test_few_rows_say_nothing_of_many():
+    pacer = Pacer(64, 512)
+    pacer.landed(32, 0, 0, 30_000_000)
+    for _ in range(20):
+        pacer.landed(1, 0, 0, 8_000_000)  # the others have gone
+    for _ in range(100):
+        pacer.landed(32, pacer.chunk, 1, 30_000_000 + pacer.chunk * 200_000)
+    assert 0.85 * FASTER <= (30e6 + pacer.chunk * 200e3) / 30e6 <= 1.1 * SLOWER
+
+
+def test_a_number_of_rows_never_seen_alone_goes_by_the_next_smaller():
+    pacer = Pacer(64, 512)
+    pacer.landed(16, 0, 0, 20_000_000)
+    pacer.landed(64, 64, 1, 60_000_000)
+    assert pacer.chunk < 64

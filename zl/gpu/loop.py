@@ -20,6 +20,7 @@ from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
 from zl.rows import Ticket
 from zl.sampling.profiles import GENERIC, PROGRAMS
 from zl.shapes import Shapes
+from zl.threads import name_this_thread
 
 ENDED = EOS | LENGTH | NUMERIC
 TICK_S = 0.5
@@ -171,6 +172,7 @@ class GenerationLoop:
         return bool(self._inbox or self._prefill or self._decode or self._flights or self._leaving)
 
     def _run(self) -> None:
+        name_this_thread(self._thread.name)
         try:
             while not self._stopping:
                 self._turn()

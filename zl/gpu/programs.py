@@ -53,8 +53,7 @@ class Engine(Protocol):
 class Tensors(Mapping[str, "torch.Tensor"]):
     """A model's tensors in one dtype, each dequantised when it is asked for, so that two copies never exist at once.
 
-    dtype         "bfloat16" or "float32"
-    wide_vectors  norms and biases keep float32, as the torch twin has them
+    dtype  of the matrices, "bfloat16" or "float32"; norms and biases are float32 always, as in gpu.model.Weights
     """
 
     def __init__(
@@ -62,12 +61,9 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         source: WeightSource,
         dtype: str,
         progress: Callable[[float], None] | None = None,
-        *,
-        wide_vectors: bool = False,
     ):
         self._source = source
         self._dtype = _torch_dtype(dtype)
-        self._wide_vectors = wide_vectors
         self._progress = progress
         self._read = 0
 
@@ -75,7 +71,7 @@ class Tensors(Mapping[str, "torch.Tensor"]):
         """Dequantise one tensor; KeyError where the model has none of that name."""
         self._count()
         last = name.rpartition(".")[2]
-        if self._wide_vectors and (last.endswith("norm") or last.startswith("b")):
+        if last.endswith("norm") or last.startswith("b"):
             return self._source.tensor(name, _torch_dtype("float32"))
         return self._source.tensor(name, self._dtype)
 
@@ -195,7 +191,7 @@ def _open_cuda(
             progress(min(1.0, n_bytes / total))
 
     return CudaStep(
-        source.shape, Tensors(source, dtype, wide_vectors=True), columns, slots, shapes, device=device.torch_device,
+        source.shape, Tensors(source, dtype), columns, slots, shapes, device=device.torch_device,
         progress=uploaded, debug_addresses=debug_addresses,
     )  # fmt: skip
 
