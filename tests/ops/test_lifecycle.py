@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -254,4 +256,34 @@ def test_max_queue_takes_effect_at_once(service, tmp_path, small):
     waiting.join(30)
     assert running.finished
     assert waiting.finished
+    assert server.close() == 0
+
+
+# --- a terminal that is closed ----------------------------------------------------------------------------------------
+
+WITH_TERMINAL = """
+import fcntl, os, signal, sys, termios
+os.setsid()
+fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0)
+if sys.argv[2] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-m", "zl", "serve", *sys.argv[3:]])
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "nohup"])
+def test_losing_the_terminal_ends_a_server_that_has_one_unless_nohup_says_no(service, tmp_path, small, how):
+    controller, terminal = os.openpty()
+    address = f"unix:{tmp_path / 's'}"
+    command = [sys.executable, "-c", WITH_TERMINAL, str(terminal), how, *small, "--listen", address]
+    server = service(tmp_path / "run", instead=command, pass_fds=(terminal,)).ready()
+    os.close(terminal)
+    os.close(controller)  # the kernel sends HUP to the session's leader
+    if how == "plain":
+        assert server.wait() == 0
+        assert "the terminal is gone" in server.text()
+    else:
+        server.wait_log("reloaded")
+        with Client(address) as client:
+            client.ask("Hi", max_tokens=1)
     assert server.close() == 0

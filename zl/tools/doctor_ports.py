@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -37,13 +38,17 @@ def holders(inodes: set[str], proc: str = "/proc") -> list[tuple[int, str]]:
     for folder in Path(proc).iterdir():
         if not folder.name.isdigit():
             continue
-        try:
-            links = [os.readlink(folder / "fd" / name) for name in os.listdir(folder / "fd")]
-        except OSError:
-            continue
-        if wanted.intersection(links):
+        if wanted.intersection(_links(folder / "fd")):
             found.append((int(folder.name), read(folder / "comm")))
     return sorted(found)
+
+
+def _links(folder: Path) -> Iterator[str]:
+    """Give what the descriptors of a process refer to; those that close meanwhile, or may not be seen, are left out."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                yield os.readlink(folder / name)
 
 
 def _tcp(where: TcpAddress) -> Finding:
