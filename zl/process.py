@@ -111,7 +111,7 @@ def _bound(settings: Settings) -> list[Bound]:
         event(log, logging.INFO, "sockets come from the service manager; the setting listen is not used",
               sockets=", ".join(bound.name for bound in bounds))  # fmt: skip
         return bounds
-    return bind_all(parse_address(text) for text in settings.listen)
+    return bind_all(parse_address(text, port_zero=True) for text in settings.listen)
 
 
 def _unbind(bounds: list[Bound]) -> None:
