@@ -12,9 +12,11 @@ from zl.errors import Code, Finish, RequestError
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
 from zl.health import Health
+from zl.measures import Moment
 from zl.net import codec
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
+from zl.policy import Policy
 from zl.rows import Rows
 from zl.service import LONG_PROMPT_BYTES, Service
 from zl.shapes import Shapes
@@ -26,6 +28,8 @@ HELLO = [b"\xe4", b"\xb8\xad", b"a", b"b", b"c", b""]  # the first two are one c
 
 class Conn:
     """What a connection is to the service: a queue of frames, and what it was told."""
+
+    name = "tcp-1"
 
     def __init__(self):
         self.frames: list[codec.Response] = []
@@ -76,7 +80,8 @@ class Bench:
             SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
         )
         self.service = Service(
-            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
+            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+            dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
             engine_nudge=self._nudge, offload=lambda work, then: self.building.append((work, then)),
             clock=lambda: self.now,
@@ -379,3 +384,81 @@ def test_prompts_that_are_built_count_as_waiting():
     with pytest.raises(RequestError) as refusal:
         bench.ask(conn, 3, text=LONG)
     assert refusal.value.code == Code.OVERLOADED
+
+
+def outcomes(bench):
+    """Every request that was admitted, by how it ended."""
+    ended = bench.service.emitter.counters
+    counts = {finish.name: n for finish, n in ended.finished.items() if n and finish is not Finish.ERROR}
+    counts |= {code.name: n for code, n in ended.errors.items() if n}
+    gone = bench.service.counters.disconnected
+    return counts | ({"disconnected": gone} if gone else {})
+
+
+def test_each_request_is_counted_once_when_it_ends():
+    bench, conn, gone = Bench(), Conn(), Conn()
+    bench.ask(conn, 1)
+    bench.ask(gone, 2)
+    bench.ask(gone, 3)  # waits for a row
+    assert outcomes(bench) == {}
+    bench.step((bench.seated[0], 2, 0), (bench.seated[1], 2, 0))
+    bench.service.cancel(conn, 1)
+    bench.service.cancel(conn, 1)
+    bench.step((bench.seated[0], 2, 0), (bench.seated[1], 2, 0))
+    bench.service.closed(gone)
+    bench.service.closed(gone)
+    bench.service.closed(conn)
+    bench.step(retired=bench.seated[:2])
+    assert outcomes(bench) == {"CANCELLED": 1, "disconnected": 2}
+    bench.ask(conn, 4)
+    bench.step((bench.seated[2], 2, 0))
+    bench.step((bench.seated[2], 3, NUMERIC), retired=[bench.seated[2]])
+    bench.ask(conn, 5)
+    bench.step((bench.seated[3], 5, EOS), retired=[bench.seated[3]])
+    assert outcomes(bench) == {"CANCELLED": 1, "disconnected": 2, "NUMERIC": 1, "STOP": 1}
+    assert not any(bench.service.measures.decoding.values())
+    assert bench.empty()
+
+
+def test_tokens_are_counted_as_sent_and_frames_as_gaps():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, type=2)
+    bench.ask(conn, 2)
+    one, two = bench.seated
+    bench.step((one, 2, 0), (two, 2, 0), first=[(one, 0), (two, 3)])
+    bench.step((one, 3, 0), (two, 5, EOS), retired=[two])  # the end token is a frame without a token
+    bench.step((one, 4, LENGTH), retired=[one])
+    measures = bench.service.measures
+    assert bench.service.emitter.counters.tokens == sum(len(frame.token_ids) for frame in conn.frames) == 4
+    assert {name: h.count for name, h in measures.gap.items()} == {"CHAT": 1, "SUMMARIZE": 0, "CREATIVE": 2}
+    assert {name: h.count for name, h in measures.e2e.items()} == {"CHAT": 1, "SUMMARIZE": 0, "CREATIVE": 1}
+    assert {name: h.count for name, h in measures.first_token.items()} == {"CHAT": 1, "SUMMARIZE": 0, "CREATIVE": 1}
+    assert measures.encode.count == measures.write.count == 3
+    counters = bench.dispatcher.counters
+    assert (counters.prompt_tokens, counters.constant_tokens) == (10, 3)
+
+
+def test_glue_in_usage_is_what_the_request_and_its_steps_spent_beside_the_model():
+    bench, conn = Bench(), Conn()
+    request = codec.Request(request_id=1, messages=[b"hello"], max_tokens=1)
+    request.read_ns, request.parse_ns = 5_000_000, 7_000_000
+    bench.service.submit(conn, request)
+    (ticket,) = bench.seated
+    before = Moment(1, schedule=1_000_000, context_load=0, sampling=0, graph_replay=9_000_000, heartbeat=0)
+    after = Moment(2, 3_000_000, context_load=4_000_000, sampling=8_000_000, graph_replay=10**9, heartbeat=10**9)
+    result = StepResult([ticket], [2], [-0.5], [LENGTH], [(ticket, 0)], [ticket], 10, before, after)
+    bench.service.on_step(result)
+    own_us = 5_000 + 7_000 + 2_000 + 4_000 + 8_000
+    assert own_us < conn.last.usage.glue_us < own_us + 100_000  # and the making of the prompt, timed by the clock
+    assert bench.empty()
+
+
+def test_counting_begins_anew_when_the_server_opens():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1)
+    bench.step((bench.seated[0], 5, EOS), retired=[bench.seated[0]])
+    bench.service.start_counting()
+    assert outcomes(bench) == {}
+    assert bench.service.counters.requests == bench.dispatcher.counters.admitted == 0
+    assert not any(h.count for h in bench.service.measures.queue.values())
+    assert bench.empty()

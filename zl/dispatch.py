@@ -41,6 +41,7 @@ class DispatchCounters:
     seated: int = 0
     retired: int = 0
     truncated: int = 0
+    prompt_tokens: int = 0  # of requests that the engine has begun
     constant_tokens: int = 0
 
 
@@ -78,9 +79,23 @@ class Dispatcher:
         """Count the jobs that wait for a row."""
         return len(self._queue)
 
+    @property
+    def waiting(self) -> int:
+        """Count the jobs that wait for a row, or for their prompt."""
+        return len(self._queue) + len(self._expected)
+
+    @property
+    def unusable_pages(self) -> int:
+        """Count the pages that could be handed out now but are no use to the oldest waiting job; any thread."""
+        try:
+            oldest = self._queue[0]
+        except IndexError:
+            return 0
+        return self._pages.available() % pages_for(len(oldest.prompt) + oldest.max_new)
+
     def ensure_room(self, now: float) -> None:
         """Raise OVERLOADED, with a hint when to come back, where the queue has no place left."""
-        n_waiting = len(self._queue) + len(self._expected)
+        n_waiting = self.waiting
         if n_waiting < self.limits.max_queue:
             return
         self.counters.overloaded += 1
@@ -91,11 +106,11 @@ class Dispatcher:
         )
 
     def prompt_budget(self, max_tokens: int) -> tuple[int, int]:
-        """Return (most prompt tokens, answer tokens) for a request that asks for `max_tokens` (0: the default).
+        """Return (most prompt tokens, answer tokens) for a request that may have `max_tokens` (0: the default).
 
         An answer is never cut below an eighth of the model length for the prompt's sake, unless it asks for less.
         """
-        max_new = profiles.token_limit(max_tokens, self._shapes.default_tokens, self._shapes.max_tokens)
+        max_new = min(max_tokens or self._shapes.default_tokens, self._shapes.max_model_len - 1)
         reserve = min(max_new, max(1, self._shapes.max_model_len // 8))
         return self._shapes.max_model_len - reserve, max_new
 
@@ -225,7 +240,8 @@ class Dispatcher:
         columns.prompt_len[row] = len(job.prompt)
         columns.max_new[row] = job.max_new
         columns.page_table[row, : len(table)] = table
-        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=job.logprobs)
+        logprobs = job.logprobs or job.record is not None
+        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=logprobs)
 
     def _retry_after_ms(self, now: float) -> int:
         """Guess when a place will be free: the mean time between recent finishes, bounded to 0.05 to 10 s."""

@@ -6,44 +6,40 @@ Refuses torch, asyncio, gpu, dispatch and net/protocol: a connection is whatever
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from zl.errors import Code, Finish, PeerError
 from zl.flags import EOS, LENGTH, NUMERIC
+from zl.measures import START, Moment
 from zl.net import codec
 from zl.rows import Job, Rows, Ticket
 
 
 @dataclass(slots=True)
 class EmitCounters:
-    """Plain counters, read at scrape."""
+    """Plain counters, read at scrape. Each answer counts once, in `finished`; under ERROR also in `errors`, by code."""
 
     tokens: int = 0
     frames: int = 0
     finished: dict[Finish, int] = field(default_factory=lambda: dict.fromkeys(Finish, 0))
-    encode_ns: int = 0
+    errors: dict[Code, int] = field(default_factory=lambda: dict.fromkeys(Code, 0))
 
 
 class Emitter:
     """Turn tokens into frames and decide where an answer ends.
 
-    on_end   called once with each job after its last frame is queued
-    on_last  called before that with what the last frame says
+    on_end  called once with each job after its last frame is queued
+    firsts  jobs whose first token the last step brought
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        on_end: Callable[[Job], None],
-        on_last: Callable[[Job, Finish, codec.Usage, PeerError | None], None] | None = None,
-    ):
+    def __init__(self, rows: Rows, on_end: Callable[[Job], None]):
         self._rows = rows
         self._on_end = on_end
-        self._on_last = on_last
         self.counters = EmitCounters()
+        self.firsts: list[Job] = []
+        self._engine = START
 
     def step(
         self,
@@ -52,11 +48,16 @@ class Emitter:
         logprobs: list[float],
         flags: list[int],
         now: float,
+        engine: Moment = START,
     ) -> set[Any]:
-        """Queue one frame for each live row; return the connections that have something to write."""
-        begun = time.perf_counter_ns()
+        """Queue one frame for each live row; return the connections that have something to write.
+
+        engine  the engine's clock when the step had landed
+        """
         touched: set[Any] = set()
-        n = 0
+        self.firsts = firsts = []
+        self._engine = engine
+        n = n_bare = 0
         for ticket, token, logprob, flag in zip(tickets, tokens, logprobs, flags, strict=True):
             job = self._rows.live(ticket)
             if job is None:
@@ -66,9 +67,12 @@ class Emitter:
             if not job.n_new:
                 job.first_token = now
             if flag & (EOS | NUMERIC):
+                n_bare += 1
                 self._last_without_token(job, flag, now)
                 continue
             first = job.n_new == 0
+            if first:
+                firsts.append(job)
             job.n_new += 1
             text = job.stream.push(token)
             values = [logprob] if job.logprobs else []
@@ -81,10 +85,8 @@ class Emitter:
             job.conn.queue(
                 codec.encode_tokens(job.request_id, [token], text, values, job.seed if first else None),
             )
-        spent = time.perf_counter_ns() - begun
-        self.counters.tokens += n
+        self.counters.tokens += n - n_bare
         self.counters.frames += n
-        self.counters.encode_ns += spent
         return touched
 
     def cancel(self, job: Job, now: float) -> None:
@@ -94,6 +96,21 @@ class Emitter:
     def fail(self, job: Job, error: PeerError, now: float) -> None:
         """Queue the last frame of a request that ends with an error."""
         self._last(job, Finish.ERROR, now, [], job.stream.finish(), [], error)
+
+    def usage(self, job: Job, now: float) -> codec.Usage:
+        """Tell what a job has taken so far."""
+        first_token = job.first_token or now
+        seated = job.seated or now
+        return codec.Usage(
+            prompt_tokens=len(job.prompt),
+            completion_tokens=job.n_new,
+            constant_tokens=job.constant_tokens,
+            truncated=job.truncated,
+            queue_us=_us(seated - job.arrived),
+            prefill_us=_us(first_token - seated),
+            decode_us=_us(now - first_token),
+            glue_us=job.glue_ns(self._engine) // 1_000,
+        )
 
     def _last_without_token(self, job: Job, flag: int, now: float) -> None:
         if flag & NUMERIC:
@@ -116,26 +133,17 @@ class Emitter:
         logprobs: list[float],
         error: PeerError | None,
     ) -> None:
-        first_token = job.first_token or now
-        seated = job.seated or now
-        usage = codec.Usage(
-            prompt_tokens=len(job.prompt),
-            completion_tokens=job.n_new,
-            constant_tokens=job.constant_tokens,
-            truncated=job.truncated,
-            queue_us=_us(seated - job.arrived),
-            prefill_us=_us(first_token - seated),
-            decode_us=_us(now - first_token),
-            glue_us=job.glue_ns // 1_000,
-        )
+        usage = job.usage = self.usage(job, now)
         first = job.n_new <= len(tokens)
         frame = codec.encode_last(
             job.request_id, tokens, text, logprobs, finish, usage, error, job.seed if first else None
         )
         job.conn.queue(frame)
+        job.finish = finish
         self.counters.finished[finish] += 1
-        if self._on_last is not None:
-            self._on_last(job, finish, usage, error)
+        if error is not None:
+            job.error = error.code
+            self.counters.errors[error.code] += 1
         self._on_end(job)
 
 

@@ -61,7 +61,7 @@ class Health:
 
     @property
     def reason(self) -> str:
-        """Return why it is not ready, in a few words; "ready" if it is."""
-        if self.phase is Phase.READY and not self.live:
+        """Return why it is not ready, or not alive, in a few words; "ready" if it is."""
+        if self.phase is not Phase.FAILED and not self.live:
             return f"the engine has made no progress for {self.stalled_s:.1f} s"
         return self.phase.value

@@ -60,13 +60,13 @@ class PageBooks:
     @property
     def in_use(self) -> int:
         """Count pages that rows hold or share; constant pages that no row refers to do not count."""
-        idle = sum(len(p.pages) for p in self._prefixes.values() if p.refs == 0)
+        idle = sum(len(p.pages) for p in list(self._prefixes.values()) if p.refs == 0)
         return self.n_pages - len(self._free) - idle
 
     @property
     def constant(self) -> int:
-        """Count constant pages, shared or idle."""
-        return sum(len(p.pages) for p in self._prefixes.values())
+        """Count constant pages, shared or idle; any thread: each copy is made in one go."""
+        return sum(len(p.pages) for p in [*list(self._prefixes.values()), *list(self._dropped)])
 
     def available(self) -> int:
         """Count pages that could be handed out now, evicting idle prefixes."""

@@ -80,6 +80,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
             if serving:
                 notifier.reloading()
             reloader.reload()
+            server.reopen_logs()
             if serving:
                 server.tell_ready()
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zl.errors import InvariantError
+from zl.errors import Code, Finish, InvariantError
+from zl.measures import Breakdown, Moment
 
 
 class Life(IntEnum):
@@ -50,10 +51,11 @@ class Ticket(NamedTuple):
 class Job:
     """One request's life on the event-loop side, from admission to its last frame.
 
-    Times are seconds of the monotonic clock; `prompt` is int32 ids.
+    Times are seconds of the monotonic clock; `prompt` is int32 ids. What ends in _ns is what zl.measures sums up:
+    `arrived_ns` a stamp at submission, the others time spent on the request, before that to read and parse its frame.
     """
 
-    conn: Any  # has queue(frame) and finished(request_id)
+    conn: Any  # has name, queue(frame) and finished(request_id)
     request_id: int
     prompt: np.ndarray
     prefix_len: int
@@ -73,9 +75,31 @@ class Job:
     constant_tokens: int = 0
     prefix: Any = None  # pages.Prefix while it is shared
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    glue_ns: int = 0
+    arrived_ns: int = 0
+    read_ns: int = 0
+    parse_ns: int = 0
+    tokenize_ns: int = 0
+    schedule_ns: int = 0
+    begun: Moment | None = None  # the engine's clock when it began with the prompt
+    finish: Finish = Finish.NONE  # how it ended, and with which error
+    error: Code = Code.OK
+    usage: Any = None  # net.messages.Usage, once it has ended
+    breakdown: Breakdown | None = None  # where the time went, of a complete answer
+    record: Any = None  # audit.Record where the answer is audited
     done: bool = False
     passed: int = 0  # younger jobs seated while this one waited
+
+    @property
+    def profile(self) -> str:
+        """Name the sampling profile."""
+        name: str = self.sampling.profile.name
+        return name
+
+    def glue_ns(self, now: Moment) -> int:
+        """Sum what was spent on it so far beside waiting and the model; `now`: the engine's clock."""
+        then = self.begun or now
+        engine = now.schedule - then.schedule + now.context_load - then.context_load + now.sampling - then.sampling
+        return self.read_ns + self.parse_ns + self.tokenize_ns + self.schedule_ns + engine
 
 
 class Rows:
@@ -109,6 +133,10 @@ class Rows:
     def in_use(self) -> int:
         """Count the rows that are live or ending."""
         return self.n_rows - len(self._free)
+
+    def count(self, life: Life) -> int:
+        """Count the rows in one state; any thread."""
+        return self._life.count(life)
 
     def seat(self, job: Job) -> Ticket:
         """Give the job the lowest free row under a new epoch."""

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zl
 from zl import warm
+from zl.access import Access
+from zl.audit import Audit
 from zl.build import Build
 from zl.config import Settings
 from zl.dispatch import Dispatcher, Limits
@@ -23,25 +25,27 @@ from zl.errors import DeviceError
 from zl.gpu.arena import Arena
 from zl.gpu.guard import Guard, open_guard
 from zl.gpu.heartbeat import with_canary
-from zl.gpu.loop import GenerationLoop, StepResult
+from zl.gpu.loop import SAMPLED_BY, GenerationLoop, StepResult, no_inner_clock
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.health import STALL_S, Health, Phase
-from zl.metrics import Gauge, MetricsServer
+from zl.metrics.collect import Read
+from zl.metrics.http import MetricsServer
+from zl.metrics.nvml import Nvml, open_nvml
+from zl.metrics.sources import Parts, sources
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
 from zl.net.protocol import Net
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
-from zl.ops.requests import RequestLog
 from zl.ops.watchdog import Watchdog
 from zl.pages import PageBooks
 from zl.phases import Phases
 from zl.rows import Rows
 from zl.service import Built, Service
-from zl.shapes import MAX_MESSAGES
+from zl.shapes import PAGE
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -92,6 +96,7 @@ class Server:
         self.generation = GenerationLoop(
             shapes, engine, slots, self.rows.control, self._publish, self._engine_failed, run_ahead=run_ahead,
             between=self._guard.between if self._guard is not None else None,
+            inner_ns=self._guard.inner_ns if self._guard is not None else no_inner_clock,
         )  # fmt: skip
         if self._guard is not None:
             self._guard.on_retire(self.pages.distrust)
@@ -100,19 +105,18 @@ class Server:
         )
         self.health = Health(self._turned_at)
         self.watchdog = Watchdog(self.health, self._notifier, loop.call_later, self._status)
-        self.requests = RequestLog()
         self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         self.service = Service(
             prompts=build.prompts,
             tokens=build.tokens,
             vocab_size=build.text.vocab_size,
+            policy=build.policy,
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
             offload=self._offload,
             engine_nudge=self.generation.nudge,
             health=self.health,
-            requests=self.requests,
             clock=time.monotonic,
         )
         self.net = Net(
@@ -122,8 +126,11 @@ class Server:
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
         )
+        self._access = self._open_access()
+        self._audit = self._open_audit()
         self.listeners: Listeners | None = None
         self.metrics: MetricsServer | None = None
+        self._nvml: Nvml | None = None
 
     async def start(self, bounds: list[Bound], tls: ssl.SSLContext | None, phases: Phases) -> bool:
         """Prove the engine, compute the configured system prompts, then let peers in; False where `stop` came before.
@@ -132,7 +139,8 @@ class Server:
         """
         settings = self.build.settings
         if settings.metrics != "off":
-            self.metrics = MetricsServer(settings.metrics, self._gauges())
+            self._nvml = open_nvml()
+            self.metrics = MetricsServer(settings.metrics, self._sources(), self.health)
         self.generation.start()
         with phases("first request"):
             try:
@@ -149,7 +157,8 @@ class Server:
             return False
         if kept:
             log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
-        self.requests.mode = settings.log_requests
+        self.service.start_counting()
+        self.service.access, self.service.audit = self._access, self._audit
         self.listeners = await listen(bounds, self.net.connection, tls=tls)
         self.health.phase = Phase.READY
         self._notifier.ready(self._status())
@@ -172,16 +181,21 @@ class Server:
         self._stop.set()
 
     def apply(self, settings: Settings) -> None:
-        """Put into force what `ops.reload` may change here: token, limits, drain deadline, request log."""
+        """Put into force what `ops.reload` may change here: token, limits, drain deadline."""
         self.net.auth_token = settings.auth_token.encode() or None
         self.net.limits = dataclasses.replace(self.net.limits, frame_timeout_s=settings.frame_timeout_s)
         self.dispatcher.limits = dataclasses.replace(self.dispatcher.limits, max_queue=settings.max_queue)
-        self.requests.mode = settings.log_requests
         self._drain_s = settings.drain_s
 
     def tell_ready(self) -> None:
         """Tell the service manager where the server is, after a reload."""
         self._notifier.ready(self._status() if self.health.live else self.health.reason)
+
+    def reopen_logs(self) -> None:
+        """Open the files of the journals anew, after a log rotator has moved them away."""
+        for journal in (self._access, self._audit):
+            if journal is not None:
+                journal.journal.reopen()
 
     async def close(self) -> None:
         """Give everything back, unless a step does not end: `stuck` then says so, and the process is to exit."""
@@ -202,8 +216,28 @@ class Server:
             self.engine.close()
         self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
+        for journal in (self._access, self._audit):
+            if journal is not None:
+                journal.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self._nvml is not None:
+            self._nvml.close()
+
+    def _open_access(self) -> Access | None:
+        settings = self.build.settings
+        if settings.access_log == "off":
+            return None
+        return Access(settings.access_log, max_bytes=settings.log_bytes, keep=settings.access_files)
+
+    def _open_audit(self) -> Audit | None:
+        settings, build = self.build.settings, self.build
+        if settings.audit_log == "off":
+            return None
+        return Audit(
+            settings.audit_log, settings.audit_patterns, build.tokens, build.build_id,
+            max_bytes=settings.log_bytes, keep=settings.audit_files,
+        )  # fmt: skip
 
     def _status(self) -> str:
         names = " and ".join(self.listeners.names) if self.listeners is not None else "nothing"
@@ -253,34 +287,38 @@ class Server:
             vocab_size=build.text.vocab_size,
             max_batch=build.shapes.max_rows,
             max_model_len=build.shapes.max_model_len,
-            max_tokens=build.shapes.max_tokens,
-            max_messages=MAX_MESSAGES,
+            max_tokens=build.policy.max_tokens,
+            max_messages=build.policy.max_messages,
             max_frame=build.settings.max_frame,
             device=build.device.name,
             build_id=build.build_id,
         )
 
-    def _gauges(self) -> list[Gauge]:
-        return [
-            *self._guard_gauges(),
-            Gauge("zl_rows_in_use", "Batch rows that hold a request.", lambda: self.rows.in_use),
-            Gauge("zl_pages_in_use", "KV pages that rows hold or share.", lambda: self.pages.in_use),
-            Gauge("zl_berths_in_use", "Arena berths that frames on their way in hold.", lambda: self.arena.in_use),
-        ]
+    def _planned_memory(self) -> dict[str, int]:
+        """Count what an engine that nothing watches holds, by the build's sizes."""
+        from zl.gpu import cuda_memory  # here: it reads the kernels' sizes, which the CPU program never needs
 
-    def _guard_gauges(self) -> list[Gauge]:
-        guard = self._guard
-        if guard is None:
-            return []
-        n = guard.counters
-        return [
-            Gauge("zl_heartbeats_ok", "Checks of the program that found it as it was at start.", lambda: n.beats),
-            Gauge("zl_heartbeats_failed", "Checks that found it damaged.", lambda: n.beats_failed),
-            Gauge("zl_heartbeat_age_seconds", "Time since the last good check.", lambda: guard.beat_age_s),
-            Gauge("zl_programs_retired", "Times the program was taken out of service.", lambda: n.retired),
-            Gauge("zl_programs_recaptured", "Times it came back, verified.", lambda: n.recaptured),
-            Gauge("zl_fallback_steps", "Steps computed by plain torch in its place.", lambda: n.fallback_steps),
-        ]
+        model, item = self.build.model, 2 if self.build.dtype == "bfloat16" else 4
+        page = 2 * model.n_layers * model.n_kv_heads * PAGE * model.head_dim * item
+        weights = cuda_memory.weight_bytes(model) * item // 2
+        return {"weights": weights, "kv_pool": self.build.shapes.n_pages * page}
+
+    def _sources(self) -> dict[str, Read]:
+        build = self.build
+        parts = Parts(
+            service=self.service,
+            dispatcher=self.dispatcher,
+            pages=self.pages,
+            net=self.net.counters,
+            health=self.health,
+            generation=self.generation,
+            arena=self.arena,
+            guard=self._guard,
+            memory=self._guard.memory if self._guard is not None else self._planned_memory(),
+            sampled_by=SAMPLED_BY,
+            build=(zl.__version__, build.model.name, build.build_id, build.device.name, self.engine.name),
+        )
+        return sources(parts) | (self._nvml.sources() if self._nvml is not None else {})
 
 
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:

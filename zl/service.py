@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zl.dispatch import Dispatcher
-from zl.emit import Emitter
-from zl.errors import Code, PeerError, RequestError
+from zl.access import Access
+from zl.audit import Audit
+from zl.dispatch import DispatchCounters, Dispatcher
+from zl.emit import EmitCounters, Emitter
+from zl.errors import Code, Finish, PeerError, RequestError
 from zl.health import Health, Phase
+from zl.measures import Landing, Measures
 from zl.net import codec
-from zl.ops.requests import RequestLog
+from zl.policy import Policy
 from zl.rows import Job
 from zl.sampling import profiles
 from zl.text.detok import TextStream, TokenTable
@@ -38,12 +41,11 @@ NO_TOKENS = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class ServiceCounters:
-    """Plain counters, read at scrape; nanoseconds of the event-loop thread."""
+    """Plain counters, read at scrape. `disconnected`: requests whose peer was gone before they ended."""
 
     requests: int = 0
     refused: int = 0
-    prompt_ns: int = 0
-    step_ns: int = 0
+    disconnected: int = 0
 
 
 class Built(NamedTuple):
@@ -58,7 +60,6 @@ class Service:
 
     engine_nudge  wakes an idle engine so that it sees the control column
     health        what pings are answered by
-    requests      the request log; by default it says nothing
     call_at       call_at(monotonic seconds, function): the event loop's timer
     offload       offload(work, then): run `work` on another thread, one at a time, then `then(result)` on this one;
                   `work` raises nothing
@@ -70,21 +71,21 @@ class Service:
         prompts: PromptBuilder,
         tokens: TokenTable,
         vocab_size: int,
+        policy: Policy,
         dispatcher: Dispatcher,
         info: bytes,
         call_at: Callable[[float, Callable[[], None]], Any],
         offload: Callable[[Callable[[], Built], Callable[[Built], None]], Any],
         engine_nudge: Callable[[], None],
         health: Health,
-        requests: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._prompts = prompts
         self._tokens = tokens
         self._vocab_size = vocab_size
+        self.policy = policy
         self.dispatcher = dispatcher
-        self._requests = requests or RequestLog()
-        self.emitter = Emitter(dispatcher.rows, self._ended, self._requests.ended)
+        self.emitter = Emitter(dispatcher.rows, self._ended)
         self._info = info
         self._call_at = call_at
         self._offload = offload
@@ -94,26 +95,35 @@ class Service:
         self.accepting = True
         self._health = health
         self.counters = ServiceCounters()
+        self.measures = Measures()
+        self._completed: list[Job] = []  # answers that ended well in the step at hand
+        self.audit: Audit | None = None
+        self.access: Access | None = None
 
     # -- what connections call ---------------------------------------------------------------------------------------
 
     def submit(self, conn: Any, request: codec.Request) -> None:
         """Admit a request, or raise the RequestError that says why not."""
-        begun = time.perf_counter_ns()
+        begun_ns = time.perf_counter_ns()
         now = self._clock()
         self.counters.requests += 1
         try:
             job, build = self._job(conn, request, now)
+            job.arrived_ns, job.read_ns, job.parse_ns = begun_ns, request.read_ns, request.parse_ns
+            if self.audit is not None:
+                self.audit.begin(job)
             if _text_bytes(request) > LONG_PROMPT_BYTES:
                 self.dispatcher.expect(job)
                 self._offload(lambda: _built(build), lambda built: self._prompt_built(job, built))
             else:
-                self._admit(job, build(), begun, now)
+                self._admit(job, build(), begun_ns, now)
         except RequestError as refusal:
-            self._refused(conn, request, refusal)
+            self.counters.refused += 1
+            refusal.request_id = request.request_id
+            if self.access is not None:
+                self.access.refused(conn, request, refusal)
             raise
         self._jobs.setdefault(conn, {})[job.request_id] = job
-        self._requests.began(conn, request)
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
 
@@ -128,7 +138,10 @@ class Service:
     def closed(self, conn: Any) -> None:
         """Drop all requests of a connection that is gone."""
         for job in self._jobs.pop(conn, {}).values():
-            self._requests.gone(job)
+            self.counters.disconnected += 1
+            self.measures.left(job)
+            job.usage = self.emitter.usage(job, self._clock())
+            self._log(job)
             self.dispatcher.end(job)
         self._nudge()
 
@@ -145,22 +158,42 @@ class Service:
 
     def on_step(self, result: Any) -> None:
         """Take a gpu.loop.StepResult: write its frames, free its rows, seat who waits."""
-        begun = time.perf_counter_ns()
+        begun_ns = time.perf_counter_ns()
         now = self._clock()
         rows = self.dispatcher.rows
+        decoded = self.measures.decoding.copy()
+        self._completed.clear()
         for ticket, n_constant in result.first:
             job = rows.job(ticket)
             if job is not None:
+                job.begun = result.before
                 job.constant_tokens = n_constant
                 self.dispatcher.counters.constant_tokens += n_constant
-        touched = self.emitter.step(result.tickets, result.tokens, result.logprobs, result.flags, now)
+                self.dispatcher.counters.prompt_tokens += len(job.prompt)
+        if self.audit is not None:
+            self.audit.step(rows, result)
+        encode_ns = time.perf_counter_ns()
+        touched = self.emitter.step(result.tickets, result.tokens, result.logprobs, result.flags, now, result.after)
+        encoded_ns = time.perf_counter_ns()
         for ticket in result.retired:
             self.dispatcher.retire(ticket, now)
         if result.retired:
             self.dispatcher.pump(now)
+        pumped_ns = time.perf_counter_ns()
+        if result.retired:
+            self.measures.schedule.observe((pumped_ns - encoded_ns) * 1e-9)
         for conn in touched:
             conn.flush()
-        self.counters.step_ns += time.perf_counter_ns() - begun
+        if result.tickets:
+            done_ns = time.perf_counter_ns()
+            landing = Landing(
+                result.after, begun_ns - result.after.at_ns, encoded_ns - encode_ns,
+                pumped_ns - encoded_ns + encode_ns - begun_ns, done_ns - pumped_ns, done_ns,
+            )  # fmt: skip
+            self.measures.step(landing, decoded, self.emitter.firsts, self._completed)
+            if self.access is not None:
+                for job in self._completed:
+                    self.access.ended(job, done_ns)
 
     def engine_failed(self, failure: BaseException) -> None:
         """End every request with INTERNAL: the engine is gone."""
@@ -189,7 +222,18 @@ class Service:
     @property
     def in_flight(self) -> int:
         """Count requests that have not had their last frame."""
-        return sum(len(jobs) for jobs in self._jobs.values())
+        return sum(len(jobs) for jobs in list(self._jobs.values()))
+
+    def start_counting(self) -> None:
+        """Begin all figures anew: what the server asked itself before READY is nobody's request.
+
+        Nothing may be in flight.
+        """
+        self.counters = ServiceCounters()
+        self.measures = Measures()
+        self.emitter.counters = EmitCounters()
+        self.dispatcher.counters = DispatchCounters()
+        self.policy.start_counting()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -198,62 +242,73 @@ class Service:
         if not self.accepting:
             raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
         self.dispatcher.ensure_room(now)
+        ruling = self.policy.rule(request)
         tokens = request.encoding == codec.Encoding.TOKENS
         if tokens:
             codec.check_tokens(request, self._vocab_size)
-        budget, max_new = self.dispatcher.prompt_budget(request.max_tokens)
+        budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
         job = Job(
             conn=conn,
             request_id=request.request_id,
             prompt=NO_TOKENS,
             prefix_len=0,
             max_new=max_new,
-            sampling=profiles.resolve(request.type, request.temperature, request.top_p, request.repetition_penalty),
+            sampling=profiles.resolve(request.type, ruling.temperature, request.top_p, request.repetition_penalty),
             seed=request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little"),
             stream=TextStream(self._tokens, request.stop),
             arrived=now,
             deadline=now + request.deadline_ms / 1_000 if request.deadline_ms else None,
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
+            truncated=ruling.cut,
         )
-        return job, partial(self._prompts.build, request.system, request.messages, request.context, tokens, budget)
+        return job, partial(self._prompts.build, request.system, ruling.messages, request.context, tokens, budget)
 
-    def _admit(self, job: Job, prompt: Prompt, begun: int, now: float) -> None:
-        """Queue a job that has its prompt; `begun`: since when this thread works on it."""
+    def _admit(self, job: Job, prompt: Prompt, begun_ns: int, now: float) -> None:
+        """Queue a job that has its prompt; `begun_ns`: since when this thread works on it."""
         job.prompt = np.array(prompt.ids, np.int32)
         job.prefix_len = prompt.prefix_len
-        job.truncated = prompt.truncated
-        spent = time.perf_counter_ns() - begun
-        job.glue_ns += spent
-        self.counters.prompt_ns += spent
-        self.dispatcher.admit(job, now)
+        job.truncated |= prompt.truncated
+        admit_ns = time.perf_counter_ns()
+        job.tokenize_ns += admit_ns - begun_ns
+        self.measures.tokenize.observe(job.tokenize_ns * 1e-9)
+        try:
+            self.dispatcher.admit(job, now)
+        finally:
+            job.schedule_ns = time.perf_counter_ns() - admit_ns
+            self.measures.schedule.observe(job.schedule_ns * 1e-9)
 
     def _prompt_built(self, job: Job, built: Built) -> None:
         """Take a prompt that was built off this thread; its request may be over by now."""
-        begun = time.perf_counter_ns()
+        begun_ns = time.perf_counter_ns()
         if job.done:
             return
         now = self._clock()
         try:
             if isinstance(built.outcome, RequestError):
                 raise built.outcome
-            job.glue_ns += built.spent_ns
-            self.counters.prompt_ns += built.spent_ns
-            self._admit(job, built.outcome, begun, now)
+            job.tokenize_ns = built.spent_ns
+            self._admit(job, built.outcome, begun_ns, now)
         except RequestError as refusal:
             refusal.request_id = job.request_id
             self.emitter.fail(job, refusal, now)
             job.conn.flush()
 
-    def _refused(self, conn: Any, request: codec.Request, refusal: RequestError) -> None:
-        self.counters.refused += 1
-        refusal.request_id = request.request_id
-        self._requests.refused(conn, request, refusal)
-
     def _ended(self, job: Job) -> None:
+        self.measures.left(job)
+        if job.finish is not Finish.ERROR and job.finish is not Finish.CANCELLED:
+            self._completed.append(job)
+        self._log(job)
         self._forget(job)
         self.dispatcher.end(job)
         job.conn.finished(job.request_id)
+
+    def _log(self, job: Job) -> None:
+        """Tell the journals of a job that has ended, however it did."""
+        if self.audit is not None:
+            self.audit.end(job)
+        if self.access is not None and job.finish not in (Finish.STOP, Finish.LENGTH):  # these when they are written
+            self.access.ended(job, time.perf_counter_ns())
 
     def _forget(self, job: Job) -> None:
         jobs = self._jobs.get(job.conn)

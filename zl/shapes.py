@@ -13,9 +13,14 @@ PAGE = 32
 MAX_ROWS = 256
 """Batch seats in the widest build."""
 
+TOKEN_BUCKETS = (16, 64, 256)
+"""Step sizes in tokens below the widest, which is the build's `step_tokens`: the tiles of `linear` change at 16, 64."""
+
 HEADER_BYTES = 4
 MAX_FRAME = 262_144
 MAX_MESSAGES = 16
+MANY_MESSAGES = 64
+"""Most turns where the policy allows more than the wire's 16."""
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
 

@@ -182,7 +182,7 @@ def test_quiet_program_beats_and_stays(house):
     before = h.ask(prompts(4), 0)
     h.until(lambda: h.guard.counters.beats >= 3)
     assert h.ask(prompts(4), 10) == before
-    assert h.guard.counters.beats_failed == h.guard.counters.retired == h.guard.counters.fallback_steps == 0
+    assert h.guard.counters.beats_failed == h.guard.counters.retired == h.loop.counters.fallback == 0
     assert h.loads == 0
 
 
@@ -220,7 +220,7 @@ def test_damage_under_load_fails_no_request_and_greedy_answers_are_the_same_afte
     crowd.turns(10)  # some of these begin while the fallback serves
     h.settle()
     assert crowd.all_complete()
-    assert h.guard.counters.fallback_steps > 0
+    assert h.loop.counters.fallback > 0
     assert h.guard.counters.beats_failed == 1
     h.until(lambda: h.guard.counters.recaptured == 1)
     assert h.guard.serving == h.native.name
@@ -234,7 +234,7 @@ def test_rows_that_begin_in_the_fallback_answer_as_before(house):
     h.native.packed()[5] ^= 4
     h.until(lambda: h.guard.counters.retired)
     assert h.ask(prompts(6), 10) == before
-    assert h.guard.counters.fallback_steps > 12
+    assert h.loop.counters.fallback > 12
     assert h.guard.counters.recaptured == 0
 
 
@@ -253,7 +253,7 @@ def test_a_row_goes_on_in_the_fallback_and_back_as_if_nothing_had_happened(house
     h.native.launch = launch
     h.settle()
     assert [h.answers[10 + i] for i in range(6)] == before
-    assert h.guard.counters.fallback_steps > 0
+    assert h.loop.counters.fallback > 0
     h.until(lambda: h.guard.counters.recaptured)
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from tests.fake_engine import FakeEngine, expected_answer
 from zl.dispatch import Dispatcher, Limits
-from zl.gpu.loop import GenerationLoop, StepResult
+from zl.gpu.loop import SAMPLED_BY, GenerationLoop, StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
+from zl.measures import Moment
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -63,6 +64,7 @@ class House:
         self.answers: dict[int, list[int]] = {}
         self.flags: dict[int, int] = {}
         self.steps = 0
+        self.moments: list[Moment] = []
         self.loop.start()
 
     def publish(self, result) -> None:
@@ -92,6 +94,8 @@ class House:
         if isinstance(result, BaseException):
             raise result
         self.steps += 1
+        if result.tickets:
+            self.moments.append(result.after)
         for ticket, token, flag in zip(result.tickets, result.tokens, result.flags, strict=True):
             job = self.rows.live(ticket)
             if job is None:
@@ -320,17 +324,38 @@ def test_steps_are_counted_by_what_samples_them(house, run_ahead):
         h.settle()
         alone[name] = [now - then for now, then in zip(h.loop.counters.by_program, before, strict=True)]
     n = 6 + run_ahead  # the loop learns of an end when it has launched `run_ahead` steps more
-    assert alone == {"CHAT": [n, 0, 0, 0], "CREATIVE": [0, 0, n, 0], "generic": [0, 0, 0, n]}
-    assert h.loop.counters.mixed == 0
+    assert SAMPLED_BY == ("CHAT", "SUMMARIZE", "CREATIVE", "generic", "mixed", "none")
+    assert alone == {"CHAT": [n, 0, 0, 0, 0, 0], "CREATIVE": [0, 0, n, 0, 0, 0], "generic": [0, 0, 0, n, 0, 0]}
     h.submit(1, [1, 2, 3], max_new=12, ignore_eos=True)
     h.turn()
     h.submit(2, [1, 2, 3], max_new=4, ignore_eos=True, type=1)
     h.settle()
     counters = h.loop.counters
-    assert 4 <= counters.mixed <= 4 + run_ahead
-    assert sum(counters.by_program) + counters.mixed == counters.steps
+    assert 4 <= counters.by_program[4] <= 4 + run_ahead
+    assert sum(counters.by_program) == counters.steps
     assert counters.fallback == 0
     assert not any(h.loop._sampling), "every seat that came has gone"
+
+
+def test_steps_are_counted_by_size_and_prompts_alone_are_sampled_by_nothing(house):
+    h = house()
+    h.submit(1, list(range(80)), max_new=3, ignore_eos=True)  # two chunks of 48 and 32 tokens, then single tokens
+    h.settle()
+    counters = h.loop.counters
+    assert counters.buckets == (16, SHAPES.step_tokens)
+    assert counters.hits[1] == [1, 0, 0, 0, 0, 1]
+    assert counters.hits[0][0] == sum(counters.hits[0]) == counters.steps - 2
+
+
+def test_the_engines_clock_gives_every_moment_between_two_results_to_a_part(house):
+    h = house(run_ahead=0, lockstep=False)
+    h.submit(1, list(range(80)), max_new=40, ignore_eos=True)
+    h.settle()
+    first, *_, last = h.moments
+    parts = sum(last[1:]) - sum(first[1:])
+    assert parts == last.at_ns - first.at_ns > 0
+    assert h.loop.counters.times.graph_replay.count == h.loop.counters.steps
+    assert h.loop.counters.times.schedule.count == h.loop.counters.steps
 
 
 def test_steps_of_the_slow_twin_count_as_fallback(house):

@@ -54,6 +54,30 @@ def test_a_payload_is_received_into_the_arena(tmp_path, kind):
     run(main(), kind)
 
 
+@both_loops
+def test_time_to_receive_and_parse_is_kept_by_frame_and_waiting_for_the_peer_is_not_in_it(tmp_path, kind):
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            peer = await served.peer()
+            data = ask(1, messages=["x" * 2_000])
+            await peer.send(data[:1_000])
+            await asyncio.sleep(0.6)
+            await peer.send(data[1_000:])
+            assert (await peer.answer())[-1].error is None
+            await peer.send(PING)
+            assert isinstance(await peer.event(), Ping)
+            await peer.ask(2, messages=[""])  # parsed and refused
+            assert (await peer.answer())[-1].error is not None
+            counters = served.net.counters
+            assert counters.frame_read.count == counters.parse.count == 2, "a ping has no payload"
+            (request,) = served.app.submitted
+            assert 0 < request.read_ns * 1e-9 < counters.frame_read.total < 0.5
+            assert 0 < request.parse_ns * 1e-9 < counters.parse.total
+            assert counters.write.count >= 1
+
+    run(main(), kind)
+
+
 def test_the_connection_is_no_data_received_protocol():
     assert issubclass(Connection, asyncio.BufferedProtocol)
     assert not issubclass(Connection, asyncio.Protocol)

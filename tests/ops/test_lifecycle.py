@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -178,7 +179,7 @@ def presented(port: int) -> str:
 
 
 def test_hup_reloads_what_can_be_and_names_what_cannot(service, tmp_path, small):
-    port, log = free_port(), tmp_path / "zl.log"
+    port, log, access = free_port(), tmp_path / "zl.log", tmp_path / "access"
     token = tmp_path / "token"
     token.write_text("first")
     one, two = certificate(tmp_path / "tls", "one"), certificate(tmp_path / "tls", "two")
@@ -188,6 +189,7 @@ def test_hup_reloads_what_can_be_and_names_what_cannot(service, tmp_path, small)
         config.write_text(
             f'[server]\nauth_token_file = "{token}"\nlog_file = "{log}"\ntls_cert = "{files[0]}"\n'
             f'tls_key = "{files[1]}"\nlisten = ["unix:{tmp_path}/s", "tcp:127.0.0.1:{port}"]\n{more}[limits]\n{limits}'
+            f'[logs]\naccess_log = "{access}"\n'
         )
 
     write(one, "max_queue = 5\n")
@@ -198,24 +200,27 @@ def test_hup_reloads_what_can_be_and_names_what_cannot(service, tmp_path, small)
 
     token.write_text("second")
     log.rename(tmp_path / "rotated.log")
-    write(two, "max_queue = 6\nberths = 17\n", 'log_level = "debug"\nlog_requests = "on"\n')
+    access.rename(tmp_path / "rotated.access")
+    write(two, "max_queue = 6\nberths = 17\n", 'log_level = "debug"\n')
     server.reload()
     assert presented(port) == "two"
     with pytest.raises(Unauthenticated):
         Client(address, auth_token="first").ask("Hi")
     with Client(address, auth_token="second") as client:
-        client.ask("my secret prompt", max_tokens=2)
-    old.ask("Hi", max_tokens=1)  # a conversation that was opened before goes on
+        client.ask("my secret prompt", max_tokens=2, ignore_eos=True)
+    old.ask("Hi", max_tokens=1, ignore_eos=True)  # a conversation that was opened before goes on
     old.close()
     lines = log.read_text().splitlines()  # a new file: the rotated one has been let go
-    assert "INFO reloaded changed=auth_token,tls_cert,tls_key,log_level,log_requests,max_queue" in lines
+    assert "INFO reloaded changed=auth_token,tls_cert,tls_key,log_level,max_queue" in lines
     waiting = [line for line in lines if "needs a restart" in line]
     assert waiting == ["WARNING berths has changed and needs a restart setting=berths running=256 configured=17"]
-    asked = [line for line in lines if line.startswith("INFO request ")]
-    assert len(asked) == 2
-    assert " request_id=" in asked[0]
-    assert " finish=" in asked[0]
-    assert "secret" not in log.read_text()
+    deadline = time.monotonic() + 10
+    while access.read_text().count("\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    asked = [json.loads(line) for line in access.read_text().splitlines()]
+    assert [entry["outcome"] for entry in asked] == ["length", "length"]
+    assert "secret" not in access.read_text() + log.read_text()
+    assert not (tmp_path / "rotated.access").read_text()
     assert "reloaded" not in (tmp_path / "rotated.log").read_text()
 
     broken = {

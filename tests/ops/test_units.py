@@ -115,7 +115,7 @@ def test_the_service_asks_for_what_the_server_does():
 def test_the_example_configuration_loads_and_marks_what_a_reload_takes():
     path = SYSTEMD / "zl.toml"
     settings = load(file=path, environ={})
-    assert settings.log_requests == "on"
+    assert settings.access_log == "/var/log/zl/access.jsonl"
     section = ""
     seen = set()
     for line in path.read_text().splitlines():

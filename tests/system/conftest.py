@@ -51,11 +51,12 @@ class ServerProcess:
     def figures(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
             body = answer.read().decode()
-        return {m[1]: float(m[2]) for m in re.finditer(r"^(zl_\w+) ([0-9.e+-]+)$", body, re.M)}
+        return {m[1]: float(m[2]) for m in re.finditer(r"^(\w+(?:\{[^}]*\})?) ([0-9.e+-]+)$", body, re.M)}
 
     def in_use(self) -> tuple[float, float, float]:
         figures = self.figures()
-        return tuple(figures[f"zl_{what}_in_use"] for what in ("rows", "pages", "berths"))
+        rows = figures['zl_rows{state="live"}'] + figures['zl_rows{state="ending"}']
+        return rows, figures['zl_pages{state="used"}'], figures['zl_berths{state="used"}']
 
     def settle(self, seconds: float = 20.0) -> tuple[float, float, float]:
         """Wait until nothing is in use; return what still is."""

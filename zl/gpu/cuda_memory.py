@@ -7,10 +7,7 @@ State: none. Refuses triton, cuda, rows, net and asyncio: the plan is made, and 
 from __future__ import annotations
 
 from zl.gpu.kernels.attention import split_tokens
-from zl.shapes import ModelShape, Shapes
-
-BUCKETS = (16, 64, 256)
-"""Token buckets below the widest, which is the build's `step_tokens`: the tiles of `linear` change at 16 and 64."""
+from zl.shapes import TOKEN_BUCKETS, ModelShape, Shapes
 
 KERNELS_PER_LAYER = 11
 KERNELS_PER_STEP = 10
@@ -24,7 +21,7 @@ MODULE_BYTES = 128 << 20
 
 def token_buckets(step_tokens: int) -> tuple[int, ...]:
     """Return the captured sizes for a build, widest first: the order of capture."""
-    return (step_tokens, *sorted((b for b in BUCKETS if b < step_tokens), reverse=True))
+    return (step_tokens, *sorted((b for b in TOKEN_BUCKETS if b < step_tokens), reverse=True))
 
 
 def weight_bytes(shape: ModelShape, *, o_bias: bool = False) -> int:

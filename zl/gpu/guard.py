@@ -47,7 +47,6 @@ class GuardCounters:
     retired: int = 0
     recaptured: int = 0
     recaptures_failed: int = 0
-    fallback_steps: int = 0
     rebuilt_rows: int = 0
 
 
@@ -171,6 +170,15 @@ class Guard:
     def beat_age_s(self) -> float:
         """Tell how long ago the last good heartbeat was."""
         return self._clock() - self.heartbeat.beaten_at
+
+    def inner_ns(self) -> tuple[int, int]:
+        """Tell what the newest step spent on its context and on sampling; the fallback keeps no such times."""
+        return self._native.inner_ns() if self._fallback is None else (0, 0)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Count what the program holds, bytes by component."""
+        return self._native.memory
 
     def launch(self, slot: int) -> int:
         """Start a step; where the program fails to, compute it in the fallback."""
@@ -347,7 +355,6 @@ class Guard:
         assert self._fallback is not None
         self._heal(slot)
         self._fallback.wait(self._fallback.launch(slot))
-        self.counters.fallback_steps += 1
 
     def _rewind(self, slot: int) -> None:
         """Bring the row state back to before a step that may have gone any part of its way."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,12 +18,16 @@ import numpy as np
 
 from zl.gpu.pacing import Pacer
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
+from zl.measures import START, EngineTimes, Moment
 from zl.rows import Ticket
 from zl.sampling.profiles import GENERIC, PROGRAMS
-from zl.shapes import Shapes
+from zl.shapes import TOKEN_BUCKETS, Shapes
 from zl.threads import name_this_thread
 
 ENDED = EOS | LENGTH | NUMERIC
+SAMPLED_BY = (*PROGRAMS, "mixed", "none")
+"""What samples a step's rows: one program, several, or none because nothing is drawn."""
+_MIXED, _NONE = len(PROGRAMS), len(PROGRAMS) + 1
 TICK_S = 0.5
 """An idle loop turns this often, so that its silence means that it is stuck."""
 
@@ -34,6 +39,7 @@ class StepResult(NamedTuple):
     tokens, logprobs, flags   one entry a ticket; flags as in gpu.pinned
     retired    tickets that no step in flight can touch any more
     step_us    time from launch to fence
+    before, after   the engine thread's clock when it began to plan the step, and when it had landed it
     """
 
     tickets: list[Ticket]
@@ -43,6 +49,8 @@ class StepResult(NamedTuple):
     first: list[tuple[Ticket, int]]  # rows that began, with the tokens they took from constant pages
     retired: list[Ticket]
     step_us: int
+    before: Moment = START
+    after: Moment = START
 
 
 @dataclass(slots=True, eq=False)
@@ -64,20 +72,30 @@ class Seat:
 class LoopCounters:
     """Plain counters, read at scrape.
 
-    by_program  steps that drew tokens, by what sampled all their rows: PROGRAMS, and `mixed` for rows of several
-    fallback    steps that the slow twin computed
+    hits      steps by size, an index in `buckets`, and by what sampled their rows, an index in SAMPLED_BY
+    buckets   the build's step sizes in tokens, ascending: a step counts under the first that holds it
+    fallback  steps that the slow twin computed
     """
 
+    buckets: tuple[int, ...]
+    hits: list[list[int]]
     steps: int = 0
-    by_program: list[int] = field(default_factory=lambda: [0] * len(PROGRAMS))
-    mixed: int = 0
     fallback: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
     idle_waits: int = 0
-    plan_ns: int = 0
-    step_ns: int = 0
     turned_at: float = field(default_factory=time.monotonic)  # newest sign of progress: a turn, or a step that ended
+    times: EngineTimes = field(default_factory=lambda: EngineTimes(time.perf_counter_ns()))
+
+    @property
+    def by_program(self) -> list[int]:
+        """Count steps by what sampled them, an entry for each of SAMPLED_BY."""
+        return [sum(column) for column in zip(*self.hits, strict=True)]
+
+
+def no_inner_clock() -> tuple[int, int]:
+    """Stand in for the clock of a program that keeps none: context_load and sampling are 0."""
+    return 0, 0
 
 
 class _Flight(NamedTuple):
@@ -90,6 +108,7 @@ class _Flight(NamedTuple):
     n_prefill: int
     n_prompts: int
     launched_ns: int
+    before: Moment
 
 
 class GenerationLoop:
@@ -102,6 +121,8 @@ class GenerationLoop:
     on_failure called once with the exception if a step fails; the loop has stopped then
     between    called on the engine thread at step boundaries with nothing in flight (gpu.guard); gives the seconds
                until an idle loop is to call it again
+    inner_ns   gives what the newest step spent on loading its context and on sampling by the program's own clock,
+               (0, 0) where it keeps none
     """
 
     def __init__(
@@ -116,6 +137,7 @@ class GenerationLoop:
         run_ahead: int = 0,
         chunk_tokens: int = 64,
         between: Callable[[], float | None] | None = None,
+        inner_ns: Callable[[], tuple[int, int]] = no_inner_clock,
     ):
         if not 0 <= run_ahead < len(slots):
             raise ValueError(f"run_ahead {run_ahead} needs {run_ahead + 1} slots, {len(slots)} given")
@@ -127,6 +149,7 @@ class GenerationLoop:
         self._on_failure = on_failure
         self._run_ahead = run_ahead
         self._between = between
+        self._inner_ns = inner_ns
         self._pacer = Pacer(chunk_tokens, shapes.step_tokens)
         self._inbox: deque[Seat] = deque()
         self._wake = threading.Event()
@@ -138,7 +161,9 @@ class GenerationLoop:
         self._sampling = [0] * len(PROGRAMS)  # decoding seats by what samples them
         self._number = 0
         self._ended = -1  # the newest step that has ended
-        self.counters = LoopCounters()
+        buckets = (*(n for n in TOKEN_BUCKETS if n < shapes.step_tokens), shapes.step_tokens)
+        self.counters = LoopCounters(buckets, [[0] * len(SAMPLED_BY) for _ in buckets])
+        self._times = self.counters.times
         self._thread = threading.Thread(target=self._run, name="zl-engine", daemon=True)
 
     def start(self) -> None:
@@ -184,13 +209,16 @@ class GenerationLoop:
     def _turn(self) -> None:
         self._wake.clear()
         self.counters.turned_at = time.monotonic()
-        pause = self._between() if self._between is not None and not self._flights else None
+        self._times.scheduled(time.perf_counter_ns())
+        pause = None
+        if self._between is not None and not self._flights:
+            pause = self._between()
+            self._times.watched(time.perf_counter_ns())
+        before = self._times.moment()
         while self._inbox:
             self._prefill.append(self._inbox.popleft())
         self._drop_ended()
-        begun = time.perf_counter_ns()
-        launched = self._launch()
-        self.counters.plan_ns += time.perf_counter_ns() - begun
+        launched = self._launch(before)
         if launched and len(self._flights) <= self._run_ahead:
             return
         if self._flights:
@@ -200,6 +228,7 @@ class GenerationLoop:
         elif not launched and not self._inbox:
             self.counters.idle_waits += 1
             self._wake.wait(TICK_S if pause is None else min(pause, TICK_S))  # sync
+            self._times.idled(time.perf_counter_ns())
 
     def _drop_ended(self) -> None:
         """Stop computing the rows that the control column names."""
@@ -223,8 +252,8 @@ class GenerationLoop:
             self._leaving = [seat for seat in self._leaving if seat.last_step > self._ended]
         return retired
 
-    def _launch(self) -> bool:
-        """Plan and launch one step; False where no row has anything to compute."""
+    def _launch(self, before: Moment) -> bool:
+        """Plan and launch one step; False where no row has anything to compute. `before`: the clock at the start."""
         if not self._prefill and not self._decode:
             return False
         number = self._number
@@ -270,7 +299,10 @@ class GenerationLoop:
         if not n:
             return False
         slot.n_segs[0] = n
+        launched_ns = time.perf_counter_ns()
+        self._times.scheduled(launched_ns)
         seq = self._engine.launch(index)
+        self._times.replayed(time.perf_counter_ns())
         self._number += 1
         for seat in grown:
             seat.decoding = True
@@ -278,22 +310,19 @@ class GenerationLoop:
         if grown:
             self._decode.extend(grown)
             self._prefill = [seat for seat in self._prefill if seat.computed < seat.prompt_len]
-        self._count_sampling()
+        self._count_hit(n_decode + n_prefill)
         self.counters.decode_tokens += n_decode
         self.counters.prefill_tokens += n_prefill
-        now = time.perf_counter_ns()
-        self._flights.append(_Flight(seq, index, number, drawn, first, n_decode, n_prefill, n_prompts, now))
+        self._flights.append(
+            _Flight(seq, index, number, drawn, first, n_decode, n_prefill, n_prompts, launched_ns, before)
+        )
         return True
 
-    def _count_sampling(self) -> None:
-        """Book what samples the step just launched: its rows are those that decode now, the grown ones included."""
-        counters = self.counters
-        counters.fallback += self._engine.fallback
+    def _count_hit(self, n_tokens: int) -> None:
+        """Book size and sampling of the step just launched: its rows are those that decode now, the grown ones too."""
         present = [program for program, n_rows in enumerate(self._sampling) if n_rows]
-        if len(present) == 1:
-            counters.by_program[present[0]] += 1
-        elif present:
-            counters.mixed += 1
+        sampled_by = present[0] if len(present) == 1 else _MIXED if present else _NONE
+        self.counters.hits[bisect_left(self.counters.buckets, n_tokens)][sampled_by] += 1
 
     def _chunks(self, room: int) -> list[tuple[Seat, int]]:
         """Share this step's prefill tokens among the prompts that wait, oldest first.
@@ -333,11 +362,15 @@ class GenerationLoop:
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step to end, drop the rows that it finished, publish."""
+        self._times.scheduled(time.perf_counter_ns())
         self._engine.wait(flight.seq)  # sync
+        ended_ns = time.perf_counter_ns()
+        self._times.replayed(ended_ns)
         self._ended = flight.number
-        elapsed = time.perf_counter_ns() - flight.launched_ns
+        elapsed = ended_ns - flight.launched_ns
         self.counters.steps += 1
-        self.counters.step_ns += elapsed
+        self.counters.fallback += self._engine.fallback
+        self._times.landed(elapsed, *self._inner_ns())
         self.counters.turned_at = time.monotonic()
         self._pacer.landed(flight.n_decode, flight.n_prefill, flight.n_prompts, elapsed)
         slot = self._slots[flight.slot]
@@ -358,5 +391,7 @@ class GenerationLoop:
             flight.first,
             self._retire(),
             elapsed // 1_000,
+            flight.before,
+            self._times.landing(time.perf_counter_ns()),
         )
         self._publish(result)

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from zl.errors import Code
+from zl.histogram import Histogram
+from zl.measures import PART_BUCKETS
 from zl.net.messages import Request
 from zl.shapes import MAX_FRAME
 
 
 class Answers(Hashable, Protocol):
-    """What an application needs of a connection. `number` tells it from others of this server in the log."""
+    """What an application needs of a connection. `name` says its kind and number, for the logs."""
 
-    number: int
+    name: str
 
     def queue(self, data: bytes) -> None:
         """Put one whole frame in line."""
@@ -75,7 +77,13 @@ class Application(Protocol):
 
 @dataclass(slots=True)
 class NetCounters:
-    """Plain counters over all connections, read at scrape. `errors`: error frames that this layer sent, by code."""
+    """Plain counters over all connections, read at scrape.
+
+    errors      error frames that this layer sent, by code: the refusals
+    frame_read  seconds that a frame took in callbacks, from its first byte until it was complete
+    parse       seconds from a complete payload to a request that may be handed on
+    write       seconds of writes outside of steps: pongs, refusals, server info
+    """
 
     frames_in: int = 0
     frames_out: int = 0
@@ -87,6 +95,9 @@ class NetCounters:
     aborted_slow: int = 0  # the peer did not read its answers
     hangups: int = 0
     errors: dict[Code, int] = field(default_factory=lambda: dict.fromkeys(Code, 0))
+    frame_read: Histogram = field(default_factory=lambda: Histogram(PART_BUCKETS))
+    parse: Histogram = field(default_factory=lambda: Histogram(PART_BUCKETS))
+    write: Histogram = field(default_factory=lambda: Histogram(PART_BUCKETS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Request:
     system, messages, context   UTF-8 text, or packed little-endian int32 token ids under TOKENS
     messages                    turns from the first; the unused entries at the end are gone, empty turns between stay
     temperature, top_p, repetition_penalty, seed   None: absent
+    read_ns, parse_ns   not of the wire: what its frame took in the connection's callbacks and in the parser
     """
 
     request_id: int = 0
@@ -60,6 +61,8 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     auth_token: bytes = b""
+    read_ns: int = 0
+    parse_ns: int = 0
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ copying path. A view that is lent is never empty (it would kill the connection):
 from __future__ import annotations
 
 import asyncio
+import socket
+from time import perf_counter_ns
 from typing import cast
 
 from zl.errors import FrameError, RequestError
@@ -69,12 +71,12 @@ class Connection(asyncio.BufferedProtocol):
     """One peer's socket. The application calls `queue`, `finished` and `flush`; asyncio calls the rest."""
 
     def __init__(self, net: Net):
-        self.number = 0  # counts the connections of this server, for the log
         self._net = net
         self._app = net.app
         self._counters = net.counters
         self._session = Session(net.auth_token)
         self._transport: asyncio.Transport | None = None
+        self.name = ""  # for the logs: its kind and number
         self._fd = -1
         self._tls = False
         self._header = memoryview(bytearray(HEADER_BYTES))
@@ -82,6 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         self._got = 0  # bytes of the current header or payload
         self._want = HEADER_BYTES
         self._berth: Berth | None = None
+        self._read_ns = 0  # spent in callbacks on the frame on its way in
         self._begun_at = 0.0  # loop time at which the frame on its way in began
         self._frame_timer: asyncio.TimerHandle | None = None
         self._pauses = 0
@@ -137,16 +140,19 @@ class Connection(asyncio.BufferedProtocol):
         self._net.connections.add(self)
         self._counters.connections_open += 1
         self._counters.connections_total += 1
-        self.number = self._counters.connections_total
+        kind = "tls" if self._tls else "unix" if sock is not None and sock.family == socket.AF_UNIX else "tcp"
+        self.name = f"{kind}-{self._counters.connections_total}"
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._target
 
     def buffer_updated(self, nbytes: int) -> None:
+        begun_ns = perf_counter_ns()
         self._counters.bytes_in += nbytes
         if self._session.ended:
             return  # scratch
         if not self._got and self._berth is None:
+            self._read_ns = 0
             self._frame_begins()
         self._got += nbytes
         if self._got < self._want:
@@ -154,7 +160,9 @@ class Connection(asyncio.BufferedProtocol):
         elif self._berth is None:
             self._header_arrived()
         else:
-            self._payload_arrived(self._berth)
+            self._payload_arrived(self._berth, begun_ns)
+            return
+        self._read_ns += perf_counter_ns() - begun_ns
 
     def eof_received(self) -> bool:
         self._peer_done = True
@@ -221,10 +229,20 @@ class Connection(asyncio.BufferedProtocol):
         self._frame_begins()  # the wait was ours, not the peer's
         self._resume(_NO_BERTH)
 
-    def _payload_arrived(self, berth: Berth) -> None:
-        self._counters.frames_in += 1
+    def _payload_arrived(self, berth: Berth, begun_ns: int) -> None:
+        counters = self._counters
+        counters.frames_in += 1
+        complete_ns = perf_counter_ns()
+        read_ns = self._read_ns + complete_ns - begun_ns
         with berth.view[: self._want] as payload:
             actions = self._session.receive(payload, self._app.accepting)
+        parse_ns = perf_counter_ns() - complete_ns
+        counters.frame_read.observe(read_ns * 1e-9)
+        counters.parse.observe(parse_ns * 1e-9)
+        for action in actions:
+            if isinstance(action, Submit):
+                action.request.read_ns = read_ns
+                action.request.parse_ns = parse_ns
         # What the request says has been taken: the berth is free before anything is done about it.
         self._next_frame()
         self._net.arena.release(berth)
@@ -310,7 +328,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _flush_now(self) -> None:
         self._flush_due = False
+        begun_ns = perf_counter_ns()
         self.flush()
+        self._counters.write.observe((perf_counter_ns() - begun_ns) * 1e-9)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

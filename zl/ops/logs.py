@@ -1,7 +1,7 @@
 """Log lines: one event a line, with fields, as words, logfmt or JSON; levels as the journal reads them.
 
-State: the handler of the "zl" logger, and the file it writes to. Text of prompts and answers comes here only from
-ops.requests, where a setting asks for it. Refuses torch, asyncio and whatever serves.
+State: the handler of the "zl" logger, and the file it writes to. Text of prompts and answers never comes
+here. Refuses torch, asyncio and whatever serves.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ log = logging.getLogger("zl")
 
 LIVE = frozenset({
     "auth_token", "auth_token_file", "tls_cert", "tls_key", "drain_s", "frame_timeout_s", "max_queue",
-    "log_level", "log_format", "log_file", "log_requests",
+    "log_level", "log_format", "log_file",
 })  # fmt: skip
 """The settings that a reload can change; all others are decided at start."""
 

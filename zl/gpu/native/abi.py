@@ -121,7 +121,7 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_read_kv": (i, [p, i, i, i, i, p, p]),
         "zl_write_kv": (i, [p, i, i, i, i, p, p]),
         "zl_logits": (i, [p, i, p, p]),
-        "zl_times": (i, [p, p, i]),
+        "zl_times": (p, [p]),
         "zl_state": (None, [p, p, p, p]),
         "zl_packed": (p, [p, p]),
         "zl_unload": (None, [p]),

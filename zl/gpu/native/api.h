@@ -84,8 +84,8 @@ int zl_read_kv(zl_context*, int layer, int row, int start, int n, float* k, floa
 int zl_write_kv(zl_context*, int layer, int row, int start, int n, const float* k, const float* v);
 // Logits of the last step's samples: returns the count, fills seg[i] and out[i * vocab ...] up to max_n rows.
 int zl_logits(zl_context*, int max_n, int32_t* seg, float* out);
-// Times of the last step in microseconds, by zl_stage; returns how many there are.
-int zl_times(zl_context*, double* out, int max_n);
+// Times of the last step in microseconds, by stage, once no worker looks at it any more; each step writes the same place.
+const double* zl_times(zl_context*);
 // Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, (vocab + 31) / 32].
 void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen);
 

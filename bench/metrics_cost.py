@@ -1,0 +1,211 @@
+"""What watching costs: tokens/s while /metrics is scraped every second, beside a server with `--metrics off`.
+
+`python -m bench.metrics_cost [--streams 128] [--tokens 48] [--rounds 5]`: two servers of this checkout, stopped by
+SIGSTOP while the other is measured, in alternating rounds of one run; each ratio is taken within a round. The counters
+are kept either way; what they cost a step is measured apart, by calling them. Owns the two servers. Prints a line a
+round and JSON at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import timeit
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.procs import Server
+from bench.serve import DEFAULT_GGUF, free_port
+from bench.stats import alternating, ratios
+from zl.client.errors import ConnectionFailed
+from zl.histogram import Histogram
+from zl.measures import PART_BUCKETS, START, EngineTimes, Landing, Measures
+from zl.tools import prompts
+from zl.tools.load import Streams, burst
+from zl.tools.traces import summarise
+
+START_PATIENCE_S = 120.0
+ON, OFF = "scraped", "off"
+
+
+class Scraper:
+    """Read a server's figures every `every_s` seconds on a thread, as Prometheus would, between `start` and `stop`."""
+
+    def __init__(self, port: int, every_s: float):
+        self._url = f"http://127.0.0.1:{port}/metrics"
+        self._every_s = every_s
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.seconds: list[float] = []
+        self.n_bytes = 0
+
+    def scrape(self) -> None:
+        """Read them once, and note how long that took."""
+        begun = time.perf_counter()
+        with urllib.request.urlopen(self._url, timeout=10) as answer:
+            self.n_bytes = len(answer.read())
+        self.seconds.append(time.perf_counter() - begun)
+
+    def start(self) -> None:
+        """Begin, with a scrape at once."""
+        self._ending.clear()
+        self._thread = threading.Thread(target=self._run, name="scraper")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the scrape at hand."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._ending.is_set():
+            self.scrape()
+            due += self._every_s
+            self._ending.wait(max(0.0, due - time.monotonic()))
+
+
+class Subject:
+    """One server with its streams, and its scraper where it has one."""
+
+    def __init__(self, name: str, folder: Path, args: argparse.Namespace):
+        address = f"unix:{folder / name}.sock"
+        port = free_port()
+        metrics = f"127.0.0.1:{port}" if name == ON else "off"
+        command = [sys.executable, "-m", "zl", "serve", "--model", str(args.gguf), "--listen", address]
+        self.server = Server(name, [*command, "--metrics", metrics], os.environ, folder / f"{name}.log")
+        self.streams = Streams(address)
+        self.scraper = Scraper(port, args.every) if name == ON else None
+
+    async def ready(self, n: int) -> None:
+        """Wait until it takes connections, and open them."""
+        while True:
+            self.server.check()
+            try:
+                await self.streams.connect(n)
+                return
+            except ConnectionFailed:
+                if time.perf_counter() - self.server.started > START_PATIENCE_S:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def measure(self, asked: Sequence[prompts.Prompt], streams: int) -> dict[str, Any]:
+        """Run one round."""
+        self.server.resume()
+        if self.scraper is not None:
+            self.scraper.start()
+        try:
+            return summarise(await burst(self.streams, asked, streams))
+        finally:
+            if self.scraper is not None:
+                await asyncio.to_thread(self.scraper.stop)
+            self.server.pause()
+
+
+def bookkeeping_ns(n: int = 20_000) -> dict[str, float]:
+    """Time what is kept whether or not anybody scrapes: one observation, and a step's bookkeeping on either thread."""
+    histogram, times, measures = Histogram(PART_BUCKETS), EngineTimes(time.perf_counter_ns()), Measures()
+    measures.decoding["CHAT"] = 128
+    clock = time.perf_counter_ns
+
+    def engine_step() -> None:
+        times.scheduled(clock())
+        times.watched(clock())
+        times.moment()
+        times.scheduled(clock())
+        times.replayed(clock())
+        times.scheduled(clock())
+        times.replayed(clock())
+        times.landed(100_000, 1_000, 1_000)
+        times.landing(clock())
+
+    def loop_step() -> None:
+        stamps = [clock() for _ in range(5)]
+        landing = Landing(START, stamps[1], stamps[2], stamps[3], stamps[4], clock())
+        measures.step(landing, measures.decoding.copy(), (), ())
+
+    works = {"observe": lambda: histogram.observe(0.003), "engine_step": engine_step, "loop_step": loop_step}
+    return {name: min(timeit.repeat(work, number=n, repeat=5)) / n * 1e9 for name, work in works.items()}
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure round by round; return the result."""
+    with tempfile.TemporaryDirectory(prefix="zl-cost-") as name, contextlib.ExitStack() as stack:
+        subjects = {}
+        for label in (OFF, ON):
+            subjects[label] = Subject(label, Path(name), args)
+            stack.callback(subjects[label].server.stop)
+            await subjects[label].ready(args.streams)
+            await subjects[label].measure(prompts.burst(args.streams, 4, 0), args.streams)  # warms both ends
+        speeds: dict[str, list[float]] = {OFF: [], ON: []}
+        scraper = subjects[ON].scraper
+        assert scraper is not None
+        scraper.seconds.clear()
+        order = alternating((OFF, ON), args.rounds)
+        for number, label in order:
+            asked = prompts.burst(args.streams, args.tokens, args.seed + number)
+            if number % 2:  # the other one first, so that neither always follows its peer
+                label = ON if label == OFF else OFF
+            figures = await subjects[label].measure(asked, args.streams)
+            if figures["failed"]:
+                raise RuntimeError(f"{label}: {figures['failed']} requests failed: {figures['errors']}")
+            speeds[label].append(figures["tokens_per_s"])
+            print(f"round {number} {label:<8} {figures['tokens_per_s']:9.1f} tokens/s, "
+                  f"p99 gap {1e3 * figures['gap_s']['p99']:.1f} ms", flush=True)  # fmt: skip
+        for subject in subjects.values():
+            await subject.streams.close()
+            subject.server.resume()
+    return {
+        "streams": args.streams,
+        "tokens": args.tokens,
+        "tokens_per_s": speeds,
+        "ratio": ratios(speeds[ON], speeds[OFF]),
+        "spread_off": max(speeds[OFF]) / min(speeds[OFF]) - 1,
+        "scrapes": len(scraper.seconds),
+        "scrape_ms_median": 1e3 * statistics.median(scraper.seconds),
+        "scrape_bytes": scraper.n_bytes,
+        "bookkeeping_ns": bookkeeping_ns(),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the command line."""
+    p = argparse.ArgumentParser(prog="python -m bench.metrics_cost", description="Tokens/s scraped, beside unwatched.")
+    p.add_argument("--streams", type=int, default=128)
+    p.add_argument("--tokens", type=int, default=48)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--every", type=float, default=1.0, help="seconds between two scrapes")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--gguf", type=Path, default=DEFAULT_GGUF)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    args = parser().parse_args(argv)
+    result = uvloop.run(run(args))
+    ratio = result["ratio"]
+    print(f"scraped / off: {ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f}); rounds of the unwatched "
+          f"server among themselves differ by {100 * result['spread_off']:.1f}%")  # fmt: skip
+    kept = ", ".join(f"{name} {ns:.0f} ns" for name, ns in result["bookkeeping_ns"].items())
+    print(f"{result['scrapes']} scrapes of {result['scrape_bytes']} bytes, median {result['scrape_ms_median']:.1f} ms; "
+          f"kept all the time: {kept}")  # fmt: skip
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
