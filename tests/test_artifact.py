@@ -142,7 +142,7 @@ def test_tokens_and_logprobs_are_the_same_with_and_without(tmp_path, cache, dtyp
     packed, with_one = serve(SMALL, tmp_path / "out", requests())
     assert bits(plain) == bits(packed)
     assert all(len(ids) == 24 == len(logprobs) for ids, logprobs in bits(plain).values())
-    assert with_one.build.build_id == without._build.build_id
+    assert with_one.build.build_id == without.build.build_id
     assert not cache.exists()
 
 
