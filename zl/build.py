@@ -96,10 +96,10 @@ def _from_cache(settings: Settings, path: Path, say: Say, phases: Phases) -> Bui
         else:
             say(f"artifact {found.folder} of the cache, build {found.build_id[:16]}")
             return build
-    return _from_artifact(_make(settings, path, say), settings, say, phases)
+    return _from_artifact(_make(settings, path, say, phases), settings, say, phases)
 
 
-def _make(settings: Settings, path: Path, say: Say) -> Artifact:
+def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
     from zl.builder import Builder, level_for, prune
 
     try:
@@ -107,7 +107,7 @@ def _make(settings: Settings, path: Path, say: Say) -> Artifact:
     except ConfigError as reason:
         raise _NoArtifactError(str(reason)) from reason
     say("first start of this build: making an artifact, so that the next start is quick (--artifact off: never)")
-    own = Phases()
+    own = Phases(phases.on_begin)  # told of, but not booked with those of the start
     builder = Builder(path, dataclasses.replace(settings, system_prompts=()), level, own)
     try:
         made = builder.build()

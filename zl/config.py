@@ -24,6 +24,7 @@ OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
 """Variables that are zl's without being a server setting."""
 
 CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
+LOG_FORMATS = ("auto", "text", "logfmt", "json")
 _FRAME_SIZES = (1_024, 64 * 2**20)
 
 
@@ -88,6 +89,8 @@ _LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or mor
                "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
 _METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
 _TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_LOG_FILE = Spec("server", readers.text, "a path in a folder that this user may write",
+                 "file to log to, opened anew at each reload; stderr where none is named", metavar="FILE")  # fmt: skip
 _ACCESS = Spec("logs", readers.name, "the path of a file, or off", "file for one JSON line a finished request",
                metavar="FILE|off")  # fmt: skip
 _AUDIT = Spec("logs", readers.name, "the path of a file, or off", "file for the amounts, dates and the like in answers",
@@ -123,6 +126,8 @@ class Settings:
     tls_key: str = _file("server", "PEM private key of the certificate")
     drain_s: float = _period("server", 0, 3_600, 30.0, "how long running answers may go on after SIGTERM")
     log_level: str = _choice("server", ("debug", "info", "warning", "error"), "info", "least severe line to log")
+    log_format: str = _choice("server", LOG_FORMATS, "auto", "how lines look; auto is logfmt in the journal, else text")
+    log_file: str = _setting("", _LOG_FILE)
 
     max_rows: int = _count("limits", 1, shapes.MAX_ROWS, shapes.MAX_ROWS, "answers generated at the same time")
     max_model_len: int = _count("limits", shapes.PAGE, 2**20, shapes.MODEL_LEN, "most tokens of prompt and answer")
