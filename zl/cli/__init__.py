@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from zl import __version__
-from zl.cli import ask, build, chat, dissect, doctor, frame, load, nc, pull, serve
+from zl.cli import ask, build, chat, dissect, doctor, frame, load, nc, pull, serve, top
 from zl.errors import ZlError
 
 COMMANDS = {
@@ -26,6 +26,7 @@ COMMANDS = {
     "nc": nc,
     "dissect": dissect,
     "load": load,
+    "top": top,
 }
 
 _EPILOG = """\
