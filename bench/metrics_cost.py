@@ -154,7 +154,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             subjects[label] = Subject(label, Path(name), args)
             stack.callback(subjects[label].server.stop)
             await subjects[label].ready(args.streams)
-            await subjects[label].measure(prompts.burst(args.streams, 4, 0, args.words), args.streams)  # warms both ends
+            warmup = prompts.burst(args.streams, 4, 0, args.words)
+            await subjects[label].measure(warmup, args.streams)
         speeds: dict[str, list[float]] = {OFF: [], ON: []}
         scraper = subjects[ON].scraper
         assert scraper is not None
