@@ -81,6 +81,7 @@ NEVER: dict[str, set[str]] = {
     "zl.metrics.catalog": {"torch", "numpy", "asyncio", "prometheus_client", "zl.net", "zl.gpu", "zl.service"},
     "zl.measures": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.metrics"},
     "zl.histogram": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.metrics"},
+    "zl.threads": {"torch", "asyncio", "numpy"},
     "zl.health": {"torch", "asyncio", "zl.net"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,

@@ -47,6 +47,7 @@ from zl.phases import Phases, since_exec
 from zl.rows import Rows
 from zl.service import Built, Service
 from zl.shapes import MAX_MESSAGES, PAGE
+from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
 
@@ -81,7 +82,7 @@ class Server:
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
         self.health = Health(self._turned_at)
-        self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt")
+        self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         self.service = Service(
             prompts=build.prompts,
             tokens=build.tokens,

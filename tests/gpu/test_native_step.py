@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,3 +176,12 @@ def test_wrong_sizes_and_levels_are_named() -> None:
         Bench(shape, weights)
     with pytest.raises(DeviceError, match="neon"):
         pick_level("neon")
+
+
+def test_compute_threads_have_a_name_that_the_kernel_shows():
+    shape = tiny()
+    with Bench(shape, random_weights(shape, torch.float32), threads=2) as bench:
+        bench.seat(0, [1, 2, 3])
+        bench.prefill(0)
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        assert names.count("zl-compute") >= 2

@@ -22,6 +22,7 @@ from zl.measures import START, EngineTimes, Moment
 from zl.rows import Ticket
 from zl.sampling.profiles import GENERIC, PROGRAMS
 from zl.shapes import TOKEN_BUCKETS, Shapes
+from zl.threads import name_this_thread
 
 ENDED = EOS | LENGTH | NUMERIC
 SAMPLED_BY = (*PROGRAMS, "mixed", "none")
@@ -196,6 +197,7 @@ class GenerationLoop:
         return bool(self._inbox or self._prefill or self._decode or self._flights or self._leaving)
 
     def _run(self) -> None:
+        name_this_thread(self._thread.name)
         try:
             while not self._stopping:
                 self._turn()

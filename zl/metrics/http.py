@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from zl.errors import ConfigError
 from zl.health import Health
 from zl.metrics.collect import PartsCollector, Read
+from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
 
@@ -50,7 +51,7 @@ class MetricsServer:
                 f"metrics: {address} {what}; choose another with --metrics HOST:PORT or turn it off with --metrics off"
             ) from failure
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="zl-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, name="zl-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -72,6 +73,11 @@ class _Server(ThreadingHTTPServer):
         self.address_family = found[0]
         super().__init__((host, port), _Handler)
 
+    def run(self) -> None:
+        """Accept until `shutdown`."""
+        name_this_thread("zl-metrics")
+        self.serve_forever(0.05)
+
     def server_bind(self) -> None:
         """Bind without the look-up of the host's full name that http.server does: it may wait for a resolver."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,6 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = CONNECTION_TIMEOUT_S
     server: _Server
+
+    def setup(self) -> None:
+        name_this_thread("zl-scrape")
+        super().setup()
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -91,6 +92,7 @@ void Team::wait(uint32_t seq) { completed_.wait(seq, 0); }
 void Team::settle(uint32_t seq) { left_.wait(seq * (uint32_t)n_, 0); }
 
 void Team::loop(int t) {
+    pthread_setname_np(pthread_self(), "zl-compute");
     if (n_ <= (int)cpus_.size()) {  // more workers than CPUs: leave the placing to the kernel
         cpu_set_t set;
         CPU_ZERO(&set);
