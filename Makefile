@@ -18,7 +18,7 @@ endif
 
 SOCKET := $(if $(wildcard $(XDG_RUNTIME_DIR)),$(XDG_RUNTIME_DIR)/zl.sock,/tmp/zl-$(shell id -u).sock)
 
-.PHONY: help install pull serve test lint determinism soak gpu-check clean
+.PHONY: help install pull serve test lint determinism dist soak gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -53,6 +53,11 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 
 determinism: $(VENV)/.installed-test pull ## 200 requests alone, in 5 random orders with cancels, after a restart: equal to the last bit
 	$(BIN)/python -m bench.determinism
+
+dist: ## build the source distribution and the wheel into dist/
+	$(PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/pip install --quiet build
+	$(VENV)-dist/bin/python -m build --outdir dist .
 
 soak: $(VENV)/.installed-test pull ## 10,000 requests to one server: nothing that lasts is allocated after the start
 	$(BIN)/python -m bench.alloc --requests 10000 --model "$$($(BIN)/zl pull)"

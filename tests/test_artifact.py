@@ -195,7 +195,7 @@ def test_other_settings_and_other_weights_are_other_builds(tiny, tmp_path, cache
     ids = {build(tiny, None).build_id}
     ids.add(build(tiny, None, dataclasses.replace(SMALL, dtype="float32")).build_id)
     ids.add(build(tiny, None, dataclasses.replace(SMALL, system_tokens=100)).build_id)
-    ids.add(build(tiny, None, dataclasses.replace(SMALL, over_budget="reject")).build_id)
+    ids.add(build(tiny, None, dataclasses.replace(SMALL, on_system_tokens="reject")).build_id)
     ids.add(build(write_tiny(tmp_path / "other", seed=9), None).build_id)
     assert len(ids) == 5 == len(list(cache.iterdir()))
     same = dataclasses.replace(SMALL, max_rows=2, kv_memory=8 << 20, threads=2, step_tokens=40)
@@ -400,7 +400,7 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
         ("device", "cuda"),
         ("cpu_level", "torch"),
         ("max_model_len", 128),
-        ("over_budget", "reject"),
+        ("on_system_tokens", "reject"),
     ],
 )
 def test_settings_that_it_was_not_built_for_are_refused(made, name, value):

@@ -16,6 +16,7 @@ from zl.measures import Moment
 from zl.net import codec
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
+from zl.policy import Policy
 from zl.rows import Rows
 from zl.service import LONG_PROMPT_BYTES, Service
 from zl.shapes import Shapes
@@ -27,6 +28,8 @@ HELLO = [b"\xe4", b"\xb8\xad", b"a", b"b", b"c", b""]  # the first two are one c
 
 class Conn:
     """What a connection is to the service: a queue of frames, and what it was told."""
+
+    name = "tcp-1"
 
     def __init__(self):
         self.frames: list[codec.Response] = []
@@ -77,7 +80,8 @@ class Bench:
             SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
         )
         self.service = Service(
-            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), dispatcher=self.dispatcher, info=b"",
+            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+            dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
             engine_nudge=self._nudge, offload=lambda work, then: self.building.append((work, then)),
             clock=lambda: self.now,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zl import facts
-from zl.config import Settings
+from zl.config import POLICY, Settings
 from zl.errors import ConfigError, ModelError
 from zl.filehash import cache_root, sha256_of
 from zl.gpu.native.build import cpu_flags, needed_flags, runs
@@ -181,7 +181,7 @@ def fit(artifact: Artifact, settings: Settings) -> Settings:
     _fit_machine(artifact)
     chosen: dict[str, Any] = {}
     mine = facts.limits_of(settings, artifact.model)
-    for name in (*facts.LIMITS, "over_budget"):
+    for name in (*facts.LIMITS, *POLICY):
         has = made["limits"][name]
         default = Settings.__dataclass_fields__[name].default
         if mine[name] != has and getattr(settings, name) != default:

@@ -21,6 +21,7 @@ from zl.gpu.device import Device, open_device
 from zl.gpu.native.build import available_levels, pick_level
 from zl.gpu.native.packed import Packed
 from zl.phases import Phases
+from zl.policy import Policy
 from zl.shapes import PAGE, ModelShape, Shapes, pages_for
 from zl.text.detok import TokenTable
 from zl.text.prompt import PromptBuilder
@@ -80,6 +81,7 @@ class Build:
     text: TextModel
     tokens: TokenTable
     prompts: PromptBuilder
+    policy: Policy
     shapes: Shapes
     dtype: str
     memory: MemoryPlan
@@ -214,8 +216,9 @@ def _decide(
     shapes = dataclasses.replace(shapes, n_pages=n_pages)
     say(memory.line(n_pages))
     with phases("prompt layouts"):
-        prompts = PromptBuilder(text, shapes, on_over=settings.over_budget)
-    return Build(settings, device, weights, model, text, tokens, prompts, shapes, dtype, memory, build_id)
+        policy = Policy(shapes, settings.actions, (settings.temperature_low, settings.temperature_high))
+        prompts = PromptBuilder(text, shapes, policy)
+    return Build(settings, device, weights, model, text, tokens, prompts, policy, shapes, dtype, memory, build_id)
 
 
 def page_bytes(model: ModelShape, dtype: str) -> int:

@@ -13,9 +13,9 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from zl import readers, shapes
+from zl import policy, readers, shapes
 from zl.address import default_listen
 from zl.errors import ConfigError
 
@@ -23,7 +23,6 @@ ENV_PREFIX = "ZL_"
 OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
 """Variables that are zl's without being a server setting."""
 
-OVER_BUDGET = ("cut", "reject")
 CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
 _FRAME_SIZES = (1_024, 64 * 2**20)
 
@@ -51,13 +50,22 @@ def _count(section: str, low: int, high: int, default: int, help: str) -> Any:
 
 
 def _period(section: str, low: float, high: float, default: float, help: str) -> Any:
-    spec = Spec(section, readers.seconds(low, high), f"seconds from {low:g} to {high:g}", help, metavar="SECONDS")
+    spec = Spec(section, readers.number(low, high), f"seconds from {low:g} to {high:g}", help, metavar="SECONDS")
     return _setting(default, spec)
 
 
 def _choice(section: str, choices: tuple[str, ...], default: str, help: str) -> Any:
     bar = "|".join(choices)
     return _setting(default, Spec(section, readers.one_of(*choices), "one of " + ", ".join(choices), help, metavar=bar))
+
+
+def _action(limit: str, help: str) -> Any:
+    return _choice("policy", policy.actions_of(limit), policy.DEFAULTS[limit], help)
+
+
+def _temperature(default: float, help: str) -> Any:
+    spec = Spec("policy", readers.number(0, 100), "a number from 0 to 100", help, metavar="T")
+    return _setting(default, spec)
 
 
 def _file(section: str, help: str) -> Any:
@@ -74,6 +82,14 @@ _LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or mor
                "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
 _METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
 _TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_ACCESS = Spec("logs", readers.name, "the path of a file, or off", "file for one JSON line a finished request",
+               metavar="FILE|off")  # fmt: skip
+_AUDIT = Spec("logs", readers.name, "the path of a file, or off", "file for the amounts, dates and the like in answers",
+              metavar="FILE|off")  # fmt: skip
+_PATTERNS = Spec("logs", readers.patterns, "a table of names and regular expressions (as JSON in the environment)",
+                 "what is audited, beside or in place of the defaults", flag=False)  # fmt: skip
+_LOG_SIZE = Spec("logs", readers.size, "a size from 4KiB to 1TiB", "size at which a file is put aside", metavar="SIZE")
+_LOG_SIZES = (4 << 10, 1 << 40)
 _MAX_FRAME = Spec("limits", readers.size, "a size from 1KiB to 64MiB", "largest payload of a frame", metavar="SIZE")
 
 
@@ -112,11 +128,34 @@ class Settings:
     berths: int = _count("limits", 1, 2**16, 256, "frames that may be in the arena at once")
     max_frame: int = _setting(shapes.MAX_FRAME, _MAX_FRAME)
     frame_timeout_s: float = _period("limits", 0.05, 3_600, 10.0, "time in which a begun frame must be complete")
-    over_budget: Literal["cut", "reject"] = _choice("limits", OVER_BUDGET, "cut", "what becomes of text over budget")
+
+    on_max_tokens: str = _action("max_tokens", "what becomes of a request for more than max_tokens")
+    on_temperature: str = _action("temperature", "what becomes of a temperature below temperature_low or above _high")
+    on_messages: str = _action("messages", "what becomes of more than 16 messages; allow takes up to 64")
+    on_system_tokens: str = _action("system_tokens", "what becomes of a system prompt over system_tokens")
+    on_context_tokens: str = _action("context_tokens", "what becomes of retrieved text over context_tokens")
+    on_prompt_tokens: str = _action("prompt_tokens", "what becomes of messages that the model cannot hold")
+    temperature_low: float = _temperature(policy.TEMPERATURES[0], "lowest temperature that is not exceptional")
+    temperature_high: float = _temperature(policy.TEMPERATURES[1], "highest temperature that is not exceptional")
+
+    access_log: str = _setting("off", _ACCESS)
+    access_files: int = _count("logs", 0, 10_000, 8, "access logs put aside that are kept; 0 keeps all")
+    audit_log: str = _setting("off", _AUDIT)
+    audit_files: int = _count("logs", 0, 10_000, 0, "audit logs put aside that are kept; 0 keeps all")
+    audit_patterns: tuple[tuple[str, str], ...] = _setting((), _PATTERNS)
+    log_bytes: int = _setting(64 << 20, _LOG_SIZE)
+
+    @property
+    def actions(self) -> dict[str, str]:
+        """By threshold of `zl.policy`, what becomes of a request that passes it."""
+        return {limit: getattr(self, f"on_{limit}") for limit in policy.DEFAULTS}
 
 
 SETTINGS: tuple[Field[Any], ...] = fields(Settings)
 """The settings in the order of `--help`; `spec_of` tells more about each."""
+
+POLICY = tuple(each.name for each in SETTINGS if each.metadata["spec"].section == "policy")
+"""The settings that decide what becomes of a request past a threshold."""
 
 _NAMES = tuple(each.name for each in SETTINGS)
 
@@ -200,7 +239,7 @@ def _line_of(text: str, section: str, key: str) -> int:
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\[?\s*[\"']?([\w.-]+)[\"']?\s*\]", line):
             current = header[1]
-            if not section and current.split(".")[0] == key:
+            if (not section and current.split(".")[0] == key) or current == f"{section}.{key}":
                 return number
         elif current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]", line):
             return number
@@ -251,6 +290,10 @@ def _check(settings: Settings, sources: Mapping[str, str]) -> None:
 
     if not _FRAME_SIZES[0] <= settings.max_frame <= _FRAME_SIZES[1]:
         refuse("max_frame", spec_of("max_frame").allowed)
+    if not _LOG_SIZES[0] <= settings.log_bytes <= _LOG_SIZES[1]:
+        refuse("log_bytes", spec_of("log_bytes").allowed)
+    if settings.audit_log == settings.access_log != "off":
+        refuse("audit_log", "another file than access_log")
     if settings.max_tokens >= settings.max_model_len:
         refuse("max_tokens", f"less than max_model_len ({settings.max_model_len}), so that a prompt has room")
     if settings.default_tokens > settings.max_tokens:
@@ -258,6 +301,8 @@ def _check(settings: Settings, sources: Mapping[str, str]) -> None:
     for name in ("system_tokens", "context_tokens"):
         if getattr(settings, name) >= settings.max_model_len:
             refuse(name, f"less than max_model_len ({settings.max_model_len}), so that the messages have room")
+    if settings.temperature_low > settings.temperature_high:
+        refuse("temperature_low", f"at most temperature_high ({settings.temperature_high})")
     if settings.step_tokens <= settings.max_rows:
         culprit = "max_rows" if "max_rows" in sources and "step_tokens" not in sources else "step_tokens"
         other = "max_rows" if culprit == "step_tokens" else "step_tokens"

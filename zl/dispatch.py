@@ -105,11 +105,11 @@ class Dispatcher:
         )
 
     def prompt_budget(self, max_tokens: int) -> tuple[int, int]:
-        """Return (most prompt tokens, answer tokens) for a request that asks for `max_tokens` (0: the default).
+        """Return (most prompt tokens, answer tokens) for a request that may have `max_tokens` (0: the default).
 
         An answer is never cut below an eighth of the model length for the prompt's sake, unless it asks for less.
         """
-        max_new = profiles.token_limit(max_tokens, self._shapes.default_tokens, self._shapes.max_tokens)
+        max_new = min(max_tokens or self._shapes.default_tokens, self._shapes.max_model_len - 1)
         reserve = min(max_new, max(1, self._shapes.max_model_len // 8))
         return self._shapes.max_model_len - reserve, max_new
 
@@ -239,7 +239,8 @@ class Dispatcher:
         columns.prompt_len[row] = len(job.prompt)
         columns.max_new[row] = job.max_new
         columns.page_table[row, : len(table)] = table
-        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=job.logprobs)
+        logprobs = job.logprobs or job.record is not None
+        profiles.write(columns, row, job.sampling, seed=job.seed, ignore_eos=job.ignore_eos, logprobs=logprobs)
 
     def _retry_after_ms(self, now: float) -> int:
         """Guess when a place will be free: the mean time between recent finishes, bounded to 0.05 to 10 s."""

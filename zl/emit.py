@@ -97,6 +97,21 @@ class Emitter:
         """Queue the last frame of a request that ends with an error."""
         self._last(job, Finish.ERROR, now, [], job.stream.finish(), [], error)
 
+    def usage(self, job: Job, now: float) -> codec.Usage:
+        """Tell what a job has taken so far."""
+        first_token = job.first_token or now
+        seated = job.seated or now
+        return codec.Usage(
+            prompt_tokens=len(job.prompt),
+            completion_tokens=job.n_new,
+            constant_tokens=job.constant_tokens,
+            truncated=job.truncated,
+            queue_us=_us(seated - job.arrived),
+            prefill_us=_us(first_token - seated),
+            decode_us=_us(now - first_token),
+            glue_us=job.glue_ns(self._engine) // 1_000,
+        )
+
     def _last_without_token(self, job: Job, flag: int, now: float) -> None:
         if flag & NUMERIC:
             error = PeerError(
@@ -118,18 +133,7 @@ class Emitter:
         logprobs: list[float],
         error: PeerError | None,
     ) -> None:
-        first_token = job.first_token or now
-        seated = job.seated or now
-        usage = codec.Usage(
-            prompt_tokens=len(job.prompt),
-            completion_tokens=job.n_new,
-            constant_tokens=job.constant_tokens,
-            truncated=job.truncated,
-            queue_us=_us(seated - job.arrived),
-            prefill_us=_us(first_token - seated),
-            decode_us=_us(now - first_token),
-            glue_us=job.glue_ns(self._engine) // 1_000,
-        )
+        usage = job.usage = self.usage(job, now)
         first = job.n_new <= len(tokens)
         frame = codec.encode_last(
             job.request_id, tokens, text, logprobs, finish, usage, error, job.seed if first else None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import zl
-from zl.config import Settings
+from zl.config import POLICY, Settings
 from zl.filehash import sha256_of, stamped_sha256
 from zl.gpu.native.build import compiler_version, cpu_flags, needed_flags
 from zl.sampling import profiles
@@ -34,7 +34,7 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 LIMITS = ("max_model_len", "max_tokens", "default_tokens", "system_tokens", "context_tokens")
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "gguf", "safetensors", "jinja2")
-_CODE = ("gpu", "sampling", "text", "shapes.py", "flags.py", "dispatch.py", "facts.py")
+_CODE = ("gpu", "sampling", "text", "shapes.py", "flags.py", "dispatch.py", "policy.py", "facts.py")
 _TORCH_FLAGS = {"avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"}
 
 
@@ -60,7 +60,7 @@ def shapes_of(settings: Settings, model: ModelShape) -> Shapes:
 def limits_of(settings: Settings, model: ModelShape) -> Facts:
     """Name the settings that decide where a prompt or an answer is cut."""
     shapes = shapes_of(settings, model)
-    return {name: getattr(shapes, name) for name in LIMITS} | {"over_budget": settings.over_budget}
+    return {name: getattr(shapes, name) for name in LIMITS} | {name: getattr(settings, name) for name in POLICY}
 
 
 def inputs_of(path: Path) -> list[str]:

@@ -48,19 +48,19 @@ def whole(low: int, high: int) -> Callable[[object], int]:
     return read
 
 
-def seconds(low: float, high: float) -> Callable[[object], float]:
-    """Make the reader of periods from `low` to `high` seconds."""
+def number(low: float, high: float) -> Callable[[object], float]:
+    """Make the reader of numbers from `low` to `high`."""
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueRefusedError
         try:
-            number = float(value)
+            found = float(value)
         except ValueError as error:
             raise ValueRefusedError from error
-        if not (math.isfinite(number) and low <= number <= high):
+        if not (math.isfinite(found) and low <= found <= high):
             raise ValueRefusedError
-        return number
+        return found
 
     return read
 
@@ -126,6 +126,25 @@ def texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise ValueRefusedError
     return tuple(value)
+
+
+def patterns(value: object) -> tuple[tuple[str, str], ...]:
+    """Read a table of names and regular expressions; in one text, as JSON. An empty expression is one as well."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueRefusedError from error
+    if not isinstance(value, dict):
+        raise ValueRefusedError
+    for name_, pattern in value.items():
+        if not isinstance(pattern, str):
+            raise ValueRefusedError
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError) as error:
+            raise ValueRefusedError(f"a table of names and regular expressions; {name_}: {error}") from error
+    return tuple(value.items())
 
 
 def read_token(path: str) -> str:

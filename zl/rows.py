@@ -55,7 +55,7 @@ class Job:
     `arrived_ns` a stamp at submission, the others time spent on the request, before that to read and parse its frame.
     """
 
-    conn: Any  # has queue(frame) and finished(request_id)
+    conn: Any  # has name, queue(frame) and finished(request_id)
     request_id: int
     prompt: np.ndarray
     prefix_len: int
@@ -83,7 +83,9 @@ class Job:
     begun: Moment | None = None  # the engine's clock when it began with the prompt
     finish: Finish = Finish.NONE  # how it ended, and with which error
     error: Code = Code.OK
+    usage: Any = None  # net.messages.Usage, once it has ended
     breakdown: Breakdown | None = None  # where the time went, of a complete answer
+    record: Any = None  # audit.Record where the answer is audited
     done: bool = False
     passed: int = 0  # younger jobs seated while this one waited
 

@@ -21,7 +21,9 @@ import uvloop
 
 import zl
 from zl import warm
+from zl.access import Access
 from zl.address import parse_address
+from zl.audit import Audit
 from zl.build import Build, prepare
 from zl.config import Settings
 from zl.dispatch import Dispatcher, Limits
@@ -46,7 +48,7 @@ from zl.pages import PageBooks
 from zl.phases import Phases, since_exec
 from zl.rows import Rows
 from zl.service import Built, Service
-from zl.shapes import MAX_MESSAGES, PAGE
+from zl.shapes import PAGE
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -87,6 +89,7 @@ class Server:
             prompts=build.prompts,
             tokens=build.tokens,
             vocab_size=build.text.vocab_size,
+            policy=build.policy,
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
@@ -102,6 +105,8 @@ class Server:
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
         )
+        self._access = self._open_access()
+        self._audit = self._open_audit()
         self.listeners: Listeners | None = None
         self.metrics: MetricsServer | None = None
         self._nvml: Nvml | None = None
@@ -125,6 +130,7 @@ class Server:
         if kept:
             log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
         self.service.start_counting()
+        self.service.access, self.service.audit = self._access, self._audit
         self.listeners = await listen(bounds, self.net.connection, tls=tls)
         self.health.phase = Phase.READY
 
@@ -142,6 +148,12 @@ class Server:
             log.info("draining: %d requests in flight", self.service.in_flight)
         self._stop.set()
 
+    def reopen_logs(self) -> None:
+        """Open the files of the journals anew, after a log rotator has moved them away."""
+        for journal in (self._access, self._audit):
+            if journal is not None:
+                journal.journal.reopen()
+
     async def close(self) -> None:
         """Give everything back; books that do not balance are reported."""
         if self.listeners is not None:
@@ -155,10 +167,28 @@ class Server:
         self.engine.close()
         self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
+        for journal in (self._access, self._audit):
+            if journal is not None:
+                journal.close()
         if self.metrics is not None:
             self.metrics.close()
         if self._nvml is not None:
             self._nvml.close()
+
+    def _open_access(self) -> Access | None:
+        settings = self._build.settings
+        if settings.access_log == "off":
+            return None
+        return Access(settings.access_log, max_bytes=settings.log_bytes, keep=settings.access_files)
+
+    def _open_audit(self) -> Audit | None:
+        settings, build = self._build.settings, self._build
+        if settings.audit_log == "off":
+            return None
+        return Audit(
+            settings.audit_log, settings.audit_patterns, build.tokens, build.build_id,
+            max_bytes=settings.log_bytes, keep=settings.audit_files,
+        )  # fmt: skip
 
     def _offload(self, work: Callable[[], Built], then: Callable[[Built], None]) -> None:
         done = self._loop.run_in_executor(self._prompt_thread, work)
@@ -204,8 +234,8 @@ class Server:
             vocab_size=build.text.vocab_size,
             max_batch=build.shapes.max_rows,
             max_model_len=build.shapes.max_model_len,
-            max_tokens=build.shapes.max_tokens,
-            max_messages=MAX_MESSAGES,
+            max_tokens=build.policy.max_tokens,
+            max_messages=build.policy.max_messages,
             max_frame=build.settings.max_frame,
             device=build.device.name,
             build_id=build.build_id,
@@ -300,9 +330,9 @@ def run(settings: Settings) -> int:
 @contextlib.contextmanager
 def _signals(server: Server) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT)
-    for number in caught:
-        loop.add_signal_handler(number, server.stop)
+    caught = {signal.SIGTERM: server.stop, signal.SIGINT: server.stop, signal.SIGHUP: server.reopen_logs}
+    for number, function in caught.items():
+        loop.add_signal_handler(number, function)
     try:
         yield
     finally:

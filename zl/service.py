@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zl.access import Access
+from zl.audit import Audit
 from zl.dispatch import DispatchCounters, Dispatcher
 from zl.emit import EmitCounters, Emitter
 from zl.errors import Code, Finish, PeerError, RequestError
 from zl.health import Health, Phase
 from zl.measures import Landing, Measures
 from zl.net import codec
+from zl.policy import Policy
 from zl.rows import Job
 from zl.sampling import profiles
 from zl.text.detok import TextStream, TokenTable
@@ -68,6 +71,7 @@ class Service:
         prompts: PromptBuilder,
         tokens: TokenTable,
         vocab_size: int,
+        policy: Policy,
         dispatcher: Dispatcher,
         info: bytes,
         call_at: Callable[[float, Callable[[], None]], Any],
@@ -79,6 +83,7 @@ class Service:
         self._prompts = prompts
         self._tokens = tokens
         self._vocab_size = vocab_size
+        self.policy = policy
         self.dispatcher = dispatcher
         self.emitter = Emitter(dispatcher.rows, self._ended)
         self._info = info
@@ -92,6 +97,8 @@ class Service:
         self.counters = ServiceCounters()
         self.measures = Measures()
         self._completed: list[Job] = []  # answers that ended well in the step at hand
+        self.audit: Audit | None = None
+        self.access: Access | None = None
 
     # -- what connections call ---------------------------------------------------------------------------------------
 
@@ -103,6 +110,8 @@ class Service:
         try:
             job, build = self._job(conn, request, now)
             job.arrived_ns, job.read_ns, job.parse_ns = begun_ns, request.read_ns, request.parse_ns
+            if self.audit is not None:
+                self.audit.begin(job)
             if _text_bytes(request) > LONG_PROMPT_BYTES:
                 self.dispatcher.expect(job)
                 self._offload(lambda: _built(build), lambda built: self._prompt_built(job, built))
@@ -111,6 +120,8 @@ class Service:
         except RequestError as refusal:
             self.counters.refused += 1
             refusal.request_id = request.request_id
+            if self.access is not None:
+                self.access.refused(conn, request, refusal)
             raise
         self._jobs.setdefault(conn, {})[job.request_id] = job
         if job.deadline is not None:
@@ -129,6 +140,8 @@ class Service:
         for job in self._jobs.pop(conn, {}).values():
             self.counters.disconnected += 1
             self.measures.left(job)
+            job.usage = self.emitter.usage(job, self._clock())
+            self._log(job)
             self.dispatcher.end(job)
         self._nudge()
 
@@ -157,6 +170,8 @@ class Service:
                 job.constant_tokens = n_constant
                 self.dispatcher.counters.constant_tokens += n_constant
                 self.dispatcher.counters.prompt_tokens += len(job.prompt)
+        if self.audit is not None:
+            self.audit.step(rows, result)
         encode_ns = time.perf_counter_ns()
         touched = self.emitter.step(result.tickets, result.tokens, result.logprobs, result.flags, now, result.after)
         encoded_ns = time.perf_counter_ns()
@@ -176,6 +191,9 @@ class Service:
                 pumped_ns - encoded_ns + encode_ns - begun_ns, done_ns - pumped_ns, done_ns,
             )  # fmt: skip
             self.measures.step(landing, decoded, self.emitter.firsts, self._completed)
+            if self.access is not None:
+                for job in self._completed:
+                    self.access.ended(job, done_ns)
 
     def engine_failed(self, failure: BaseException) -> None:
         """End every request with INTERNAL: the engine is gone."""
@@ -215,6 +233,7 @@ class Service:
         self.measures = Measures()
         self.emitter.counters = EmitCounters()
         self.dispatcher.counters = DispatchCounters()
+        self.policy.start_counting()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -223,31 +242,33 @@ class Service:
         if not self.accepting:
             raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
         self.dispatcher.ensure_room(now)
+        ruling = self.policy.rule(request)
         tokens = request.encoding == codec.Encoding.TOKENS
         if tokens:
             codec.check_tokens(request, self._vocab_size)
-        budget, max_new = self.dispatcher.prompt_budget(request.max_tokens)
+        budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
         job = Job(
             conn=conn,
             request_id=request.request_id,
             prompt=NO_TOKENS,
             prefix_len=0,
             max_new=max_new,
-            sampling=profiles.resolve(request.type, request.temperature, request.top_p, request.repetition_penalty),
+            sampling=profiles.resolve(request.type, ruling.temperature, request.top_p, request.repetition_penalty),
             seed=request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little"),
             stream=TextStream(self._tokens, request.stop),
             arrived=now,
             deadline=now + request.deadline_ms / 1_000 if request.deadline_ms else None,
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
+            truncated=ruling.cut,
         )
-        return job, partial(self._prompts.build, request.system, request.messages, request.context, tokens, budget)
+        return job, partial(self._prompts.build, request.system, ruling.messages, request.context, tokens, budget)
 
     def _admit(self, job: Job, prompt: Prompt, begun_ns: int, now: float) -> None:
         """Queue a job that has its prompt; `begun_ns`: since when this thread works on it."""
         job.prompt = np.array(prompt.ids, np.int32)
         job.prefix_len = prompt.prefix_len
-        job.truncated = prompt.truncated
+        job.truncated |= prompt.truncated
         admit_ns = time.perf_counter_ns()
         job.tokenize_ns += admit_ns - begun_ns
         self.measures.tokenize.observe(job.tokenize_ns * 1e-9)
@@ -277,9 +298,17 @@ class Service:
         self.measures.left(job)
         if job.finish is not Finish.ERROR and job.finish is not Finish.CANCELLED:
             self._completed.append(job)
+        self._log(job)
         self._forget(job)
         self.dispatcher.end(job)
         job.conn.finished(job.request_id)
+
+    def _log(self, job: Job) -> None:
+        """Tell the journals of a job that has ended, however it did."""
+        if self.audit is not None:
+            self.audit.end(job)
+        if self.access is not None and job.finish not in (Finish.STOP, Finish.LENGTH):  # these when they are written
+            self.access.ended(job, time.perf_counter_ns())
 
     def _forget(self, job: Job) -> None:
         jobs = self._jobs.get(job.conn)

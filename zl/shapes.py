@@ -19,6 +19,8 @@ TOKEN_BUCKETS = (16, 64, 256)
 HEADER_BYTES = 4
 MAX_FRAME = 262_144
 MAX_MESSAGES = 16
+MANY_MESSAGES = 64
+"""Most turns where the policy allows more than the wire's 16."""
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
 

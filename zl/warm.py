@@ -26,6 +26,8 @@ _MESSAGE = b"Hello"
 class Own:
     """A connection that ends here: it keeps the frames of our own requests."""
 
+    name = "own"
+
     def __init__(self, n_requests: int) -> None:
         self.frames: list[bytes] = []
         self.done = asyncio.Event()
@@ -64,7 +66,8 @@ async def ask(service: Service, requests: Sequence[codec.Request], stop: asyncio
 
 async def prove(service: Service, stop: asyncio.Event) -> None:
     """Let the engine answer a first request. Raises DeviceError: it did not."""
-    request = codec.Request(request_id=1, messages=[_MESSAGE], max_tokens=4, temperature=0.0, ignore_eos=True)
+    n_tokens = min(4, service.policy.max_tokens)
+    request = codec.Request(request_id=1, messages=[_MESSAGE], max_tokens=n_tokens, seed=0, ignore_eos=True)
     frames = await ask(service, [request], stop)
     if not frames or frames[-1].error is not None or not frames[-1].is_finished:
         why = frames[-1].error if frames and frames[-1].error is not None else "no answer"
@@ -82,7 +85,7 @@ async def keep_prompts(
     kept = 0
     for number, text in enumerate(texts):
         system, where = text.encode(), f"system_prompts[{number}]"
-        request = codec.Request(request_id=1, system=system, messages=[_MESSAGE], max_tokens=1, temperature=0.0)
+        request = codec.Request(request_id=1, system=system, messages=[_MESSAGE], max_tokens=1, seed=0)
         try:
             prompt = prompts.build(system, [_MESSAGE], max_prompt_tokens=budget)
             await ask(service, [request], stop)

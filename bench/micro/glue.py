@@ -30,6 +30,7 @@ from zl.gpu.weights import open_model
 from zl.health import Health
 from zl.net import codec, schema_pb2
 from zl.pages import PageBooks
+from zl.policy import Policy
 from zl.rows import Rows, Ticket
 from zl.service import Service
 from zl.shapes import Shapes
@@ -75,8 +76,8 @@ class Glue:
         self.prompts = PromptBuilder(words, shapes)
         dispatcher = Dispatcher(shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated)
         self.service = Service(
-            prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, dispatcher=dispatcher,
-            info=b"", call_at=lambda _when, _what: None, offload=lambda work, then: then(work()),
+            prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, policy=Policy(shapes),
+            dispatcher=dispatcher, info=b"", call_at=lambda _when, _what: None, offload=lambda work, then: then(work()),
             health=Health(time.monotonic), engine_nudge=lambda: None,
         )  # fmt: skip
         self.payload = payload_of(prompt)

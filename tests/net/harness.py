@@ -61,6 +61,7 @@ class App:
     def submit(self, conn: Any, request: Request) -> None:
         if sum(map(len, self.jobs.values())) >= self.queue_limit:
             raise RequestError(Code.OVERLOADED, "no place left", retry_after_ms=20)
+        codec.check_request(request)  # the number of turns is the application's matter
         codec.check_tokens(request, VOCAB)
         self.submitted.append(request)
         n = min(request.max_tokens or 256, self.n_tokens)

@@ -60,12 +60,6 @@ def test_write_fills_one_row_and_no_other():
     assert (columns.row_flags[1], columns.seed[1]) == (0, 2**64 - 1)
 
 
-def test_token_limit_defaults_and_cuts():
-    limits = {0: 256, 1: 1, 2048: 2048, 2049: 2048, 2**32 - 1: 2048}
-    assert {asked: profiles.token_limit(asked, 256, 2048) for asked in limits} == limits
-    assert profiles.token_limit(0, 4096, 2048) == 2048
-
-
 def test_hash_follows_every_number():
     assert profiles.profile_hash() == profiles.HASH
     assert len(profiles.HASH) == 64

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from zl.errors import Code, ConfigError, ModelError, RequestError
+from zl.policy import Policy
 from zl.shapes import Shapes
 from zl.text.layout import Encoder
 from zl.text.prompt import MARKER, PromptBuilder
@@ -566,7 +567,8 @@ def test_tokens_over_their_budgets(smol, small):
 
 
 def test_reject_mode_names_field_and_numbers(smol):
-    builder = PromptBuilder(smol, SMALL, on_over="reject")
+    policy = Policy(SMALL, dict.fromkeys(("system_tokens", "context_tokens", "prompt_tokens"), "reject"))
+    builder = PromptBuilder(smol, SMALL, policy)
     n_words = len(smol.tokenizer.encode("word " * 40).ids)
     cases = {
         "system_prompt": ((b"word " * 40, [b"q"]), f"{n_words} tokens, 32 allowed"),
@@ -581,6 +583,46 @@ def test_reject_mode_names_field_and_numbers(smol):
         builder.build(b"", [LONG.encode()])
     with pytest.raises(RequestError, match="33 tokens, 32 allowed"):
         builder.build(pack([5] * 33), [pack([6])], tokens=True)
+    assert [policy.counters.exceeded[limit, "reject"] for limit in ("system_tokens", "context_tokens")] == [2, 1]
+    assert policy.counters.exceeded["prompt_tokens", "reject"] == 2
+
+
+def test_text_over_its_budget_is_counted_each_time_also_where_its_encoding_is_kept(smol):
+    policy = Policy(SMALL)
+    builder = PromptBuilder(smol, SMALL, policy)
+    for _ in range(3):
+        assert builder.build(b"word " * 40, [b"q"]).truncated
+    builder.build(b"few words", [b"q"])
+    builder.build(b"", [pack([6])], pack([7] * 30), tokens=True)
+    builder.build(b"", [LONG.encode()])
+    counted = {limit: n for (limit, _), n in policy.counters.exceeded.items() if n}
+    assert counted == {"system_tokens": 3, "context_tokens": 1, "prompt_tokens": 1}
+
+
+def test_allowed_text_is_whole_up_to_what_the_model_holds(smol):
+    policy = Policy(SMALL, {"system_tokens": "allow", "context_tokens": "allow"})
+    builder = PromptBuilder(smol, SMALL, policy)
+    wide = PromptBuilder(smol, replace(SMALL, system_tokens=399, context_tokens=399))
+    asked = (b"word " * 60, [b"q"], b"fact " * 50)
+    prompt = builder.build(*asked)
+    assert prompt == wide.build(*asked)
+    assert not prompt.truncated
+    ids = (pack([500] * 40), [pack([600])], pack([700] * 30))
+    assert builder.build(*ids, tokens=True) == wide.build(*ids, tokens=True)
+    assert set(policy.counters.exceeded.values()) == {0, 2}
+    for system in (LONG.encode() * 4, pack([5] * 401)):
+        with pytest.raises(RequestError, match="400 allowed") as caught:
+            builder.build(system, [pack([6])], tokens=len(system) < 2000)
+        assert (caught.value.code, caught.value.field) == (Code.LIMIT_EXCEEDED, "system_prompt")
+
+
+def test_more_turns_than_the_wires_where_the_policy_allows_them(smol, oracle_tokenizer, helpers):
+    expected, built, _ = helpers
+    builder = PromptBuilder(smol, Shapes(), Policy(Shapes(), {"messages": "allow"}))
+    turns = [f"turn {n}" for n in range(63)]
+    assert built(builder, turns, "be kind").ids == expected(oracle_tokenizer, turns, "be kind")
+    with pytest.raises(RequestError, match="65 messages, 64 allowed"):
+        builder.build(b"", [b"a"] * 65)
 
 
 def test_budget_smaller_than_the_mark_stops_the_start(smol):

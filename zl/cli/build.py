@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from zl.config import load, spec_of
+from zl.config import POLICY, load, spec_of
 from zl.pull import locate
 
 HELP = "build a model for this machine, for a quick start"
@@ -26,7 +26,7 @@ examples:
 """
 
 SHAPING = ("dtype", "cpu_level", "max_model_len", "max_tokens", "default_tokens", "system_tokens", "context_tokens",
-           "over_budget")  # fmt: skip
+           *POLICY)  # fmt: skip
 """Settings that decide what is built."""
 
 

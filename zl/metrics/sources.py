@@ -14,6 +14,7 @@ from zl.dispatch import Dispatcher
 from zl.errors import Code, Finish
 from zl.health import Health
 from zl.histogram import Histogram, merge
+from zl.journal import Journal
 from zl.measures import PARTS, Measures
 from zl.metrics.collect import Read
 from zl.net.host import NetCounters
@@ -129,7 +130,19 @@ def _requests(p: Parts) -> dict[str, Read]:
         "zl_errors_total": errors,
         "zl_tokens_total": tokens,
         "zl_truncations_total": lambda: p.dispatcher.counters.truncated,
+        "zl_threshold_exceeded_total": service.policy.counters.exceeded.copy,
+        "zl_journal_lines_total": lambda: {name: journal.counters.lines for name, journal in _journals(service)},
+        "zl_journal_lost_total": lambda: {
+            (name, reason): lost
+            for name, journal in _journals(service)
+            for reason, lost in (("dropped", journal.counters.dropped), ("failed", journal.counters.failed))
+        },
     }
+
+
+def _journals(service: Service) -> list[tuple[str, Journal]]:
+    kept = (("access", service.access), ("audit", service.audit))
+    return [(name, log.journal) for name, log in kept if log is not None]
 
 
 def _first_token(measures: Measures) -> Mapping[str, Histogram]:

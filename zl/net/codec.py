@@ -73,9 +73,10 @@ def decode_request(payload: bytes | bytearray | memoryview) -> Request:
     )
 
 
-def check_request(request: Request) -> None:
+def check_request(request: Request, max_messages: int | None = MAX_MESSAGES) -> None:
     """Hold a GENERATE request to the field rules; the vocabulary is `check_tokens`' matter.
 
+    max_messages  None: the application rules on conversations of more than MAX_MESSAGES turns
     Raises  RequestError: LIMIT_EXCEEDED or BAD_REQUEST, naming the field
     """
     if not (
@@ -87,11 +88,11 @@ def check_request(request: Request) -> None:
         _check_enum(request, "encoding", request.encoding, Encoding)
         _check_enum(request, "type", request.type, RequestType)
     n_turns = len(request.messages)
-    if n_turns > MAX_MESSAGES:
-        _refuse(request, Code.LIMIT_EXCEEDED, "messages", f"{n_turns} turns, the limit is {MAX_MESSAGES}")
+    if max_messages is not None and n_turns > max_messages:
+        _refuse(request, Code.LIMIT_EXCEEDED, "messages", f"{n_turns} turns, the limit is {max_messages}")
     if not n_turns:
         _refuse(request, Code.BAD_REQUEST, "messages", "the conversation is empty; send at least one user turn")
-    if n_turns % 2 == 0:
+    if n_turns % 2 == 0 and n_turns <= MAX_MESSAGES:
         _refuse(
             request, Code.BAD_REQUEST, "messages", f"turn {n_turns - 1}, the last, is the assistant's, not a user's"
         )

@@ -17,7 +17,9 @@ from zl.shapes import MAX_FRAME
 
 
 class Answers(Hashable, Protocol):
-    """What an application needs of a connection."""
+    """What an application needs of a connection. `name` says its kind and number, for the logs."""
+
+    name: str
 
     def queue(self, data: bytes) -> None:
         """Put one whole frame in line."""

@@ -10,6 +10,7 @@ copying path. A view that is lent is never empty (it would kill the connection):
 from __future__ import annotations
 
 import asyncio
+import socket
 from time import perf_counter_ns
 from typing import cast
 
@@ -75,6 +76,7 @@ class Connection(asyncio.BufferedProtocol):
         self._counters = net.counters
         self._session = Session(net.auth_token)
         self._transport: asyncio.Transport | None = None
+        self.name = ""  # for the logs: its kind and number
         self._fd = -1
         self._tls = False
         self._header = memoryview(bytearray(HEADER_BYTES))
@@ -138,6 +140,8 @@ class Connection(asyncio.BufferedProtocol):
         self._net.connections.add(self)
         self._counters.connections_open += 1
         self._counters.connections_total += 1
+        kind = "tls" if self._tls else "unix" if sock is not None and sock.family == socket.AF_UNIX else "tcp"
+        self.name = f"{kind}-{self._counters.connections_total}"
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._target

@@ -264,7 +264,7 @@ class Session:
         if request.request_id in self._in_flight:
             return [_refusal(_duplicate(request), request.request_id)]
         try:
-            codec.check_request(request)
+            codec.check_request(request, max_messages=None)
         except RequestError as error:
             return [_refusal(error, request.request_id)]
         self._in_flight.add(request.request_id)

@@ -123,11 +123,6 @@ def write(
     columns.row_flags[row] = IGNORE_EOS * ignore_eos | LOGPROBS * logprobs
 
 
-def token_limit(max_tokens: int, default: int, limit: int) -> int:
-    """Return the most tokens an answer may have: `default` where the request says 0, cut to `limit`."""
-    return min(max_tokens or default, limit)
-
-
 def profile_hash(profiles: Any = PROFILES) -> str:
     """Hash the profiles' numbers and names as hex; equal on every machine, part of the build id."""
     lines = [f"{n}:{p.name}:{p.temperature!r}:{p.top_p!r}:{p.penalty!r}" for n, p in sorted(profiles.items())]

@@ -112,6 +112,11 @@ class TextStream:
         self.stopped = False
         """A stop string was found; the answer has ended."""
 
+    @property
+    def stops(self) -> tuple[bytes, ...]:
+        """The stop strings."""
+        return self._stops
+
     def push(self, token_id: int) -> bytes:
         """Take the next token; return the text that is certain now (whole characters, perhaps none)."""
         try:

@@ -21,10 +21,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from zl.errors import Code, ConfigError, ModelError, RequestError
-from zl.shapes import MAX_MESSAGES, Shapes
+from zl.policy import ALLOW, CLAMP, REJECT, Policy
+from zl.shapes import Shapes
 from zl.text.layout import Atom, Encoder, Layout, layout_of, prefix_of, shared_atoms
 from zl.text.template import SYSTEM, ChatTemplate, TemplateRefusalError, role_of
 from zl.text.tokenizer import TextModel
@@ -70,20 +71,20 @@ class PromptBuilder:
     """Build prompts for one model.
 
     shapes    system_tokens and context_tokens are the budgets, max_model_len the default limit of the whole
-    on_over   "cut": text over its budget is cut and marked; "reject": RequestError(LIMIT_EXCEEDED)
+    policy    what becomes of text over its budget: by default it is cut and marked
     Raises    ModelError: the template cannot be cut into constants; ConfigError: a budget cannot hold the marker
     """
 
-    def __init__(self, model: TextModel, shapes: Shapes, *, on_over: Literal["cut", "reject"] = "cut"):
+    def __init__(self, model: TextModel, shapes: Shapes, policy: Policy | None = None):
         self._shapes = shapes
-        self._on_over = on_over
+        self._policy = policy = policy or Policy(shapes)
         source = model.chat_template
         if source is None:
             source = ("{{ bos_token }}" if model.add_bos and model.bos_token else "") + _PLAIN
         self._template = ChatTemplate(source, model.special)
         self._refusals: dict[Form, str] = {}
         cuts = {}
-        for form in [(n, system) for n in range(1, MAX_MESSAGES + 1, 2) for system in (False, True)]:
+        for form in [(n, system) for n in range(1, policy.max_messages + 1, 2) for system in (False, True)]:
             try:
                 cuts[form] = self._template.cut(*form)
             except TemplateRefusalError as error:
@@ -123,8 +124,8 @@ class PromptBuilder:
         """
         limit = self._shapes.max_model_len if max_prompt_tokens is None else max_prompt_tokens
         n_turns = len(messages)
-        if n_turns > MAX_MESSAGES:
-            _refuse("messages", f"{n_turns} messages, {MAX_MESSAGES} allowed", Code.LIMIT_EXCEEDED)
+        if n_turns > self._policy.max_messages:
+            _refuse("messages", f"{n_turns} messages, {self._policy.max_messages} allowed", Code.LIMIT_EXCEEDED)
         if n_turns % 2 == 0:
             _refuse("messages", "no messages" if not n_turns else "the conversation does not end with the user")
         form = (n_turns, len(system) > 0)
@@ -143,14 +144,15 @@ class PromptBuilder:
         system_text = ""
         if system:
             again = self._system_again if len(system) <= _CACHED_CHARS else self._fit_system
-            system_text, truncated = again(bytes(system))
+            system_text, over = again(bytes(system))
+            truncated = over and self._policy.over("system_tokens") == CLAMP
         texts = [system_text]
         for turn, message in enumerate(messages):
             texts.append(_decoded(message, f"messages[{turn}]"))
         context_text = ""
         if context:
-            context_text, cut = self._fit(_decoded(context, "context"), self._shapes.context_tokens, "context")
-            truncated |= cut
+            context_text, over = self._fit(_decoded(context, "context"), "context_tokens", "context")
+            truncated |= over and self._policy.over("context_tokens") == CLAMP
         for slot, text in enumerate(texts):
             self._refuse_needles(text, slot)
         self._refuse_needles(context_text, len(texts) - 1, "context")
@@ -160,12 +162,12 @@ class PromptBuilder:
 
     def _from_tokens(self, system: Buffer, messages: Sequence[Buffer], context: Buffer) -> _Contents:
         system_ids = _unpacked(system, "system_prompt")
-        ids = [self._fit_ids(system_ids, self._shapes.system_tokens, "system_prompt")]
+        ids = [self._fit_ids(system_ids, "system_tokens", "system_prompt")]
         truncated = ids[SYSTEM] is not system_ids
         ids += [_unpacked(message, f"messages[{turn}]") for turn, message in enumerate(messages)]
         context_ids = _unpacked(context, "context")
         if context_ids:
-            fitted = self._fit_ids(context_ids, self._shapes.context_tokens, "context")
+            fitted = self._fit_ids(context_ids, "context_tokens", "context")
             truncated |= fitted is not context_ids
             context_ids = fitted
             ids[-1] = context_ids + self._joint_ids + ids[-1]
@@ -223,7 +225,7 @@ class PromptBuilder:
             if len(ids) <= limit:
                 return Prompt(ids, prefix_len, contents.truncated)
             found = len(ids)
-        if self._on_over == "reject":
+        if self._policy.over("prompt_tokens") == REJECT:
             number = f"more than {limit}" if found is None else str(found)
             _refuse("messages", f"the prompt has {number} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
         total = found if found is not None else self._rest_length(self._layouts[form], contents) + sum(lengths)
@@ -259,16 +261,24 @@ class PromptBuilder:
         return rest + self._encoder.count(contents.texts[SYSTEM]) + self._encoder.count(contents.context)
 
     def _fit_system(self, system: Buffer) -> tuple[str, bool]:
-        return self._fit(_decoded(system, "system_prompt"), self._shapes.system_tokens, "system_prompt")
+        return self._fit(_decoded(system, "system_prompt"), "system_tokens", "system_prompt")
 
-    def _fit(self, text: str, budget: int, field: str) -> tuple[str, bool]:
-        """Return the text within its budget, and whether it had to be cut."""
+    def _fit(self, text: str, limit: str, field: str) -> tuple[str, bool]:
+        """Return the text, within its budget unless more is allowed, and whether it was over it; count a refusal."""
+        budget: int = getattr(self._shapes, limit)
+        action = self._policy.actions[limit]
         if len(text) * 4 * self._bytes_per_token <= budget:
             return text, False
         n_tokens = self._count_up_to(text, budget)
         if n_tokens <= budget:
             return text, False
-        if self._on_over == "reject":
+        if action == ALLOW:
+            budget = self._shapes.max_model_len
+            n_tokens = self._count_up_to(text, budget)
+            if n_tokens <= budget:
+                return text, True
+        if action != CLAMP:
+            self._policy.over(limit)
             number = str(n_tokens) if len(text) <= budget * _CHARS_PER_TOKEN else f"more than {budget}"
             _refuse(field, f"{number} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
         return self._cut(text, budget), True
@@ -294,10 +304,16 @@ class PromptBuilder:
             keep -= excess
         return MARKER
 
-    def _fit_ids(self, ids: list[int], budget: int, field: str) -> list[int]:
+    def _fit_ids(self, ids: list[int], limit: str, field: str) -> list[int]:
+        budget: int = getattr(self._shapes, limit)
         if len(ids) <= budget:
             return ids
-        if self._on_over == "reject":
+        action = self._policy.over(limit)
+        if action == ALLOW:
+            budget = self._shapes.max_model_len
+            if len(ids) <= budget:
+                return ids
+        if action != CLAMP:
             _refuse(field, f"{len(ids)} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
         return self._cut_ids(ids, budget)
 
