@@ -110,7 +110,7 @@ def test_the_server_is_scraped_without_errors(prometheus):
     (up,) = ask_loaded(prometheus, 'sum_over_time(up{job="zl"}[5m])')
     (tried,) = ask_loaded(prometheus, 'count_over_time(up{job="zl"}[5m])')
     assert up >= SCRAPES
-    assert tried - up <= 1  # the first may come before the metrics port's first answer
+    assert tried - up <= 1  # a machine that is short of time may miss one
 
 
 def test_promtool_accepts_what_the_server_says(prometheus, server):
