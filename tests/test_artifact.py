@@ -142,7 +142,7 @@ def test_tokens_and_logprobs_are_the_same_with_and_without(tmp_path, cache, dtyp
     packed, with_one = serve(SMALL, tmp_path / "out", requests())
     assert bits(plain) == bits(packed)
     assert all(len(ids) == 24 == len(logprobs) for ids, logprobs in bits(plain).values())
-    assert with_one._build.build_id == without._build.build_id
+    assert with_one.build.build_id == without.build.build_id
     assert not cache.exists()
 
 
@@ -188,7 +188,7 @@ def test_first_start_makes_an_artifact_and_the_next_one_takes_it(tiny, cache):
     assert any(str(folder) in line for line in said)
     assert not any("first start" in line for line in said)
     assert bits(first) == bits(second)
-    assert folder.name == server._build.build_id[:16]
+    assert folder.name == server.build.build_id[:16]
 
 
 def test_other_settings_and_other_weights_are_other_builds(tiny, tmp_path, cache):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SERVING = {"zl.server", "zl.cli"}
+SERVING = {"zl.server", "zl.process", "zl.cli"}
 ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.protocol", "zl.net.listen", "zl.net.session"}
 
 # The longest matching prefix counts. docs/design.md tells what each module is for.
@@ -43,6 +43,7 @@ NEVER: dict[str, set[str]] = {
     "zl.net.host": {"asyncio", "torch", "zl.text", "zl.dispatch"},
     "zl.net.hangup": {"torch", "zl.text", "zl.dispatch"},
     "zl.net.protocol": {"torch", "zl.text", "zl.dispatch"},
+    "zl.net.tls": {"torch", "asyncio", "zl.gpu", "zl.dispatch"},
     "zl.net.listen": {"zl.gpu", "zl.dispatch", "torch"},
     "zl.text": {"asyncio", "torch", "zl.net"},
     "zl.sampling.profiles": {"torch", "asyncio", "zl.net"},
@@ -59,6 +60,14 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.device": {"asyncio", "zl.net"},
     "zl.gpu.addresses": {"torch", "triton", "zl.rows", "zl.net", "asyncio"},
     "zl.gpu.cuda_memory": {"triton", "cuda", "zl.rows", "zl.net", "asyncio"},
+    "zl.gpu.cuda_buffers": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.cuda_guard": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.device_patrol": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.graphs": {"triton", "zl.rows", "zl.net", "asyncio"},
+    "zl.gpu.guarded": {"torch", "zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.nvtx": {"triton", "zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.renewal": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.native.needs": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.gpu.upload": {"triton", "zl.rows", "zl.net", "asyncio"},
     "zl.gpu.arena": {"asyncio", "zl.net", "zl.rows"},
     "zl.gpu.pinned": {"asyncio", "zl.net", "zl.rows"},
@@ -75,6 +84,7 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.programs": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
+    "zl.memory": {"triton", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop"},
     "zl.builder": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
     "zl.artifact": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
     "zl.facts": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
@@ -89,14 +99,19 @@ NEVER: dict[str, set[str]] = {
     "zl.histogram": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.metrics"},
     "zl.threads": {"torch", "asyncio", "numpy"},
     "zl.health": {"torch", "asyncio", "zl.net"},
+    "zl.ops": {"torch", "asyncio", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen"},
+    "zl.ops.notify": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},  # `zl serve --help` loads it
+    "zl.ops.signals": {"torch", "zl.gpu"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
+    "zl.tools.hold": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.session"},  # binds
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }
-FREE = ("zl", "zl.net", "zl.sampling", "zl.server", "zl.cli", "zl.__main__")  # empty packages, and those that wire
+# Empty packages, and those that wire.
+FREE = ("zl", "zl.net", "zl.sampling", "zl.server", "zl.process", "zl.cli", "zl.__main__")
 LAZY = {("zl.client", "zl.client.aio")}  # loaded at the first use of AsyncClient, which brings asyncio with it
 
 

@@ -24,6 +24,7 @@ OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
 """Variables that are zl's without being a server setting."""
 
 CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
+LOG_FORMATS = ("auto", "text", "logfmt", "json")
 _FRAME_SIZES = (1_024, 64 * 2**20)
 
 
@@ -37,6 +38,7 @@ class Spec:
     help: str
     metavar: str = "N"
     many: bool = False  # a list in TOML, a repeatable flag
+    bare: str = ""  # what the flag means without a value
     flag: bool = True  # secrets and long texts have none: a command line can be read by every user of the machine
 
 
@@ -57,6 +59,11 @@ def _period(section: str, low: float, high: float, default: float, help: str) ->
 def _choice(section: str, choices: tuple[str, ...], default: str, help: str) -> Any:
     bar = "|".join(choices)
     return _setting(default, Spec(section, readers.one_of(*choices), "one of " + ", ".join(choices), help, metavar=bar))
+
+
+def _switch(section: str, help: str) -> Any:
+    spec = Spec(section, readers.one_of("off", "on"), "one of off, on", help, metavar="off|on", bare="on")
+    return _setting("off", spec)
 
 
 def _action(limit: str, help: str) -> Any:
@@ -82,6 +89,8 @@ _LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or mor
                "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
 _METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
 _TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_LOG_FILE = Spec("server", readers.text, "a path in a folder that this user may write",
+                 "file to log to, opened anew at each reload; stderr where none is named", metavar="FILE")  # fmt: skip
 _ACCESS = Spec("logs", readers.name, "the path of a file, or off", "file for one JSON line a finished request",
                metavar="FILE|off")  # fmt: skip
 _AUDIT = Spec("logs", readers.name, "the path of a file, or off", "file for the amounts, dates and the like in answers",
@@ -106,7 +115,8 @@ class Settings:
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
     artifact: str = _choice("model", ("auto", "off"), "auto", "auto keeps each build in the cache for a quick start")
-    debug_addresses: str = _choice("model", ("off", "on"), "off", "on CUDA, check before each step that nothing moved")
+    debug_addresses: str = _switch("model", "on CUDA, check before each step that nothing moved")
+    nvtx: str = _switch("model", "name what a step does for Nsight Systems; needs a torch built for CUDA")
 
     listen: tuple[str, ...] = _setting(default_listen, _LISTEN)
     metrics: str = _setting("127.0.0.1:9433", _METRICS)
@@ -116,6 +126,8 @@ class Settings:
     tls_key: str = _file("server", "PEM private key of the certificate")
     drain_s: float = _period("server", 0, 3_600, 30.0, "how long running answers may go on after SIGTERM")
     log_level: str = _choice("server", ("debug", "info", "warning", "error"), "info", "least severe line to log")
+    log_format: str = _choice("server", LOG_FORMATS, "auto", "how lines look; auto is logfmt in the journal, else text")
+    log_file: str = _setting("", _LOG_FILE)
 
     max_rows: int = _count("limits", 1, shapes.MAX_ROWS, shapes.MAX_ROWS, "answers generated at the same time")
     max_model_len: int = _count("limits", shapes.PAGE, 2**20, shapes.MODEL_LEN, "most tokens of prompt and answer")

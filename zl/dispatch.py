@@ -51,6 +51,7 @@ class Dispatcher:
     columns  gpu.pinned.RowColumns, written here for rows that are being seated
     notify   called with each Ticket, its prefix, prompt length and sampling program once its columns are complete:
              the crossing to the engine thread
+    limits   what admission allows; may be exchanged at any time
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Dispatcher:
         self._pages = pages
         self._columns = columns
         self._notify = notify
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()
         self._queue: deque[Job] = deque()
         self._expected: set[Job] = set()  # their prompts are still being built
         self._finish_times: deque[float] = deque(maxlen=64)
@@ -95,7 +96,7 @@ class Dispatcher:
     def ensure_room(self, now: float) -> None:
         """Raise OVERLOADED, with a hint when to come back, where the queue has no place left."""
         n_waiting = self.waiting
-        if n_waiting < self._limits.max_queue:
+        if n_waiting < self.limits.max_queue:
             return
         self.counters.overloaded += 1
         raise RequestError(
@@ -229,7 +230,7 @@ class Dispatcher:
 
     def _shareable(self, job: Job) -> int:
         """Count the prompt tokens that may live on constant pages."""
-        if not self._limits.share_prefixes:
+        if not self.limits.share_prefixes:
             return 0
         return shareable(job.prefix_len, len(job.prompt))
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
 class Phases:
-    """Time named phases; a phase inside another counts for itself only."""
+    """Time named phases; a phase inside another counts for itself only.
 
-    def __init__(self) -> None:
+    on_begin  called with the name of each phase as it begins
+    """
+
+    def __init__(self, on_begin: Callable[[str], None] | None = None) -> None:
+        self.on_begin = on_begin
         self.seconds: dict[str, float] = {}
         self._inner: list[float] = []
 
@@ -26,6 +30,8 @@ class Phases:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time what runs inside."""
+        if self.on_begin is not None:
+            self.on_begin(name)
         begun = time.monotonic()
         self._inner.append(0.0)
         try:

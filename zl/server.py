@@ -1,51 +1,50 @@
-"""The composition root: wires socket, dispatcher, engine and metrics; owns signals, readiness and drain.
+"""The composition root: wires socket, dispatcher, engine and metrics; owns readiness and drain.
 
-State: one running server. Nothing imports this but the command line and tests.
+State: one running server. Nothing imports this but `process`, benches and tests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-import os
-import signal
 import ssl
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import uvloop
 
 import zl
 from zl import warm
 from zl.access import Access
-from zl.address import parse_address
 from zl.audit import Audit
-from zl.build import Build, prepare
+from zl.build import Build
 from zl.config import Settings
 from zl.dispatch import Dispatcher, Limits
 from zl.errors import DeviceError
 from zl.gpu.arena import Arena
-from zl.gpu.guard import Guard, open_guard
+from zl.gpu.guard import open_guard
+from zl.gpu.guarded import Guarded
 from zl.gpu.heartbeat import with_canary
 from zl.gpu.loop import SAMPLED_BY, GenerationLoop, StepResult, no_inner_clock
 from zl.gpu.native.step import NativeStep
+from zl.gpu.nvtx import MarkedEngine, NvtxMark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
-from zl.health import Health, Phase
+from zl.health import STALL_S, Health, Phase
 from zl.metrics.collect import Read
 from zl.metrics.http import MetricsServer
 from zl.metrics.nvml import Nvml, open_nvml
 from zl.metrics.sources import Parts, sources
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
-from zl.net.listen import Bound, Listeners, bind_all, listen, systemd_sockets, tls_context, unbind
+from zl.net.listen import Bound, Listeners, listen
 from zl.net.protocol import Net
+from zl.ops.logs import event
+from zl.ops.notify import Notifier
+from zl.ops.watchdog import Watchdog
 from zl.pages import PageBooks
-from zl.phases import Phases, since_exec
+from zl.phases import Phases
 from zl.rows import Rows
 from zl.service import Built, Service
 from zl.shapes import PAGE
@@ -56,34 +55,62 @@ log = logging.getLogger("zl")
 FLUSH_S = 2.0
 """How long closing connections may take to send what is queued for them."""
 
+STOP_S = 10.0
+"""How long the step in flight may take to end."""
+
+STUCK_S = 1.0
+"""How long one may take that has not moved for STALL_S."""
+
+CLOSE_S = FLUSH_S + STOP_S + 5.0
+"""How long the service manager is to wait beyond the drain deadline."""
+
 
 class Server:
-    """One process that serves one model. `start`, then `wait`; `drain` or a signal ends it."""
+    """One process that serves one model. `start`, then `wait`; `stop` ends it.
 
-    def __init__(self, build: Build, engine: Engine, columns: RowColumns, slots: list[StepSlot], run_ahead: int):
+    notifier  the service manager; by default nobody
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        engine: Engine,
+        columns: RowColumns,
+        slots: list[StepSlot],
+        run_ahead: int,
+        notifier: Notifier | None = None,
+    ):
         settings, shapes = build.settings, build.shapes
         loop = asyncio.get_running_loop()
-        self._build = build
+        self.build = build
         self._loop = loop
         self._stop = asyncio.Event()
         self._hurry = False
+        self.stuck = False  # known after `close`: a step does not end, so its thread and memory are still there
+        self._drain_s = settings.drain_s
+        self._notifier = notifier or Notifier({}, 0)
         self._failure: BaseException | None = None
         self.engine = engine
         self.arena = Arena(settings.berths, settings.max_frame, register=build.device.register)
         self.rows = Rows(shapes.max_rows)
         self.pages = PageBooks(shapes.n_pages)
-        self._guard = engine if isinstance(engine, Guard) else None
+        self._guard = engine if isinstance(engine, Guarded) else None
+        mark = NvtxMark() if settings.nvtx == "on" else unmarked
+        guard = self._guard
         self.generation = GenerationLoop(
-            shapes, engine, slots, self.rows.control, self._publish, self._engine_failed, run_ahead=run_ahead,
-            between=self._guard.between if self._guard is not None else None,
-            inner_ns=self._guard.inner_ns if self._guard is not None else no_inner_clock,
+            shapes, MarkedEngine(engine, mark) if settings.nvtx == "on" else engine, slots, self.rows.control,
+            mark("publish", self._publish), self._engine_failed, run_ahead=run_ahead, mark=mark,
+            between=mark("heartbeat", guard.between) if guard is not None else None,
+            due=guard.due if guard is not None else None,
+            inner_ns=guard.inner_ns if guard is not None else no_inner_clock,
         )  # fmt: skip
-        if self._guard is not None:
-            self._guard.on_retire(self.pages.distrust)
+        if guard is not None:
+            guard.on_retire(self.pages.distrust)
         self.dispatcher = Dispatcher(
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
         self.health = Health(self._turned_at)
+        self.watchdog = Watchdog(self.health, self._notifier, loop.call_later, self._status)
         self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         self.service = Service(
             prompts=build.prompts,
@@ -111,9 +138,12 @@ class Server:
         self.metrics: MetricsServer | None = None
         self._nvml: Nvml | None = None
 
-    async def start(self, bounds: list[Bound], tls: ssl.SSLContext | None, phases: Phases) -> None:
-        """Prove the engine, compute the configured system prompts, then let peers in. ZlError: one of these failed."""
-        settings = self._build.settings
+    async def start(self, bounds: list[Bound], tls: ssl.SSLContext | None, phases: Phases) -> bool:
+        """Prove the engine, compute the configured system prompts, then let peers in; False where `stop` came before.
+
+        Raises  ZlError: one of these failed
+        """
+        settings = self.build.settings
         if settings.metrics != "off":
             self._nvml = open_nvml()
             self.metrics = MetricsServer(settings.metrics, self._sources(), self.health)
@@ -122,17 +152,24 @@ class Server:
             try:
                 await warm.prove(self.service, self._stop)
             except DeviceError as error:
+                if self._stop.is_set() and self._failure is None:
+                    return False
                 why = f" ({self._failure})" if self._failure is not None else ""
                 raise DeviceError(f"{error}{why}") from self._failure
         with phases("system prompts"):
-            texts, shapes = settings.system_prompts, self._build.shapes
-            kept = await warm.keep_prompts(self.service, self._build.prompts, texts, shapes, self._stop)
+            texts, shapes = settings.system_prompts, self.build.shapes
+            kept = await warm.keep_prompts(self.service, self.build.prompts, texts, shapes, self._stop)
+        if self._stop.is_set():
+            return False
         if kept:
             log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
         self.service.start_counting()
         self.service.access, self.service.audit = self._access, self._audit
         self.listeners = await listen(bounds, self.net.connection, tls=tls)
         self.health.phase = Phase.READY
+        self._notifier.ready(self._status())
+        self.watchdog.start()
+        return True
 
     async def wait(self) -> int:
         """Serve until `stop`, then drain; return the exit status."""
@@ -144,9 +181,21 @@ class Server:
         """Ask for the end: the first time drains, the second time ends at once."""
         if self._stop.is_set():
             self._hurry = True
-        else:
-            log.info("draining: %d requests in flight", self.service.in_flight)
+            return
+        event(log, logging.INFO, "draining", in_flight=self.service.in_flight, deadline_s=self._drain_s)
+        self._notifier.stopping(f"draining {self.service.in_flight} requests", extend_s=self._drain_s + CLOSE_S)
         self._stop.set()
+
+    def apply(self, settings: Settings) -> None:
+        """Put into force what `ops.reload` may change here: token, limits, drain deadline."""
+        self.net.auth_token = settings.auth_token.encode() or None
+        self.net.limits = dataclasses.replace(self.net.limits, frame_timeout_s=settings.frame_timeout_s)
+        self.dispatcher.limits = dataclasses.replace(self.dispatcher.limits, max_queue=settings.max_queue)
+        self._drain_s = settings.drain_s
+
+    def tell_ready(self) -> None:
+        """Tell the service manager where the server is, after a reload."""
+        self._notifier.ready(self._status() if self.health.live else self.health.reason)
 
     def reopen_logs(self) -> None:
         """Open the files of the journals anew, after a log rotator has moved them away."""
@@ -155,16 +204,22 @@ class Server:
                 journal.journal.reopen()
 
     async def close(self) -> None:
-        """Give everything back; books that do not balance are reported."""
+        """Give everything back, unless a step does not end: `stuck` then says so, and the process is to exit."""
+        self.watchdog.stop()
         if self.listeners is not None:
             self.listeners.close()
         self.net.close_connections()
         deadline = self._loop.time() + FLUSH_S
         while self.net.connections and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
-        self.generation.stop()
-        await asyncio.sleep(0)  # results that the engine published while it stopped
-        self.engine.close()
+        ending = asyncio.ensure_future(asyncio.to_thread(self.generation.stop))
+        await asyncio.wait({ending}, timeout=STOP_S if self.health.stalled_s < STALL_S else STUCK_S)
+        self.stuck = not ending.done()
+        if self.stuck:
+            log.error("the engine is stuck in a step and cannot be closed")
+        else:
+            await asyncio.sleep(0)  # results that the engine published while it stopped
+            self.engine.close()
         self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
         for journal in (self._access, self._audit):
@@ -176,19 +231,23 @@ class Server:
             self._nvml.close()
 
     def _open_access(self) -> Access | None:
-        settings = self._build.settings
+        settings = self.build.settings
         if settings.access_log == "off":
             return None
         return Access(settings.access_log, max_bytes=settings.log_bytes, keep=settings.access_files)
 
     def _open_audit(self) -> Audit | None:
-        settings, build = self._build.settings, self._build
+        settings, build = self.build.settings, self.build
         if settings.audit_log == "off":
             return None
         return Audit(
             settings.audit_log, settings.audit_patterns, build.tokens, build.build_id,
             max_bytes=settings.log_bytes, keep=settings.audit_files,
         )  # fmt: skip
+
+    def _status(self) -> str:
+        names = " and ".join(self.listeners.names) if self.listeners is not None else "nothing"
+        return f"{self.build.model.name} on {self.build.device.name}, listening on {names}"
 
     def _offload(self, work: Callable[[], Built], then: Callable[[Built], None]) -> None:
         done = self._loop.run_in_executor(self._prompt_thread, work)
@@ -218,7 +277,7 @@ class Server:
             self.health.phase = Phase.DRAINING
         if self.listeners is not None:
             self.listeners.close()
-        deadline = self._loop.time() + self._build.settings.drain_s
+        deadline = self._loop.time() + self._drain_s
         while self.service.in_flight and not self._hurry and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
         if self.service.in_flight:
@@ -226,7 +285,7 @@ class Server:
             self.service.end_all("the server stopped before the answer was complete")
 
     def _info(self) -> codec.ServerInfo:
-        build = self._build
+        build = self.build
         return codec.ServerInfo(
             version=zl.__version__,
             model=build.model.name,
@@ -245,13 +304,13 @@ class Server:
         """Count what an engine that nothing watches holds, by the build's sizes."""
         from zl.gpu import cuda_memory  # here: it reads the kernels' sizes, which the CPU program never needs
 
-        model, item = self._build.model, 2 if self._build.dtype == "bfloat16" else 4
+        model, item = self.build.model, 2 if self.build.dtype == "bfloat16" else 4
         page = 2 * model.n_layers * model.n_kv_heads * PAGE * model.head_dim * item
         weights = cuda_memory.weight_bytes(model) * item // 2
-        return {"weights": weights, "kv_pool": self._build.shapes.n_pages * page}
+        return {"weights": weights, "kv_pool": self.build.shapes.n_pages * page}
 
     def _sources(self) -> dict[str, Read]:
-        build = self._build
+        build = self.build
         parts = Parts(
             service=self.service,
             dispatcher=self.dispatcher,
@@ -270,71 +329,25 @@ class Server:
 
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:
     """Allocate the columns and open the engine of a build; returns also how far the loop may run ahead."""
-    run_ahead = build.device.run_ahead
-    shapes = with_canary(build.shapes) if build.device.kind == "cpu" else build.shapes
+    run_ahead, settings = build.device.run_ahead, build.settings
+    # A guarded program has a row, a page and a slot more: the heartbeat's.
+    captured = build.device.kind == "cuda" and build.dtype == "bfloat16"
+    guarded = build.device.kind == "cpu" or captured
+    shapes = with_canary(build.shapes) if guarded else build.shapes
     columns = RowColumns(shapes, build.device.allocate)
-    slots = [StepSlot(shapes, build.device.allocate) for _ in range(max(N_SLOTS, run_ahead + 1))]
+    n_slots = max(N_SLOTS, run_ahead + 1 + captured)
+    slots = [StepSlot(shapes, build.device.allocate) for _ in range(n_slots)]
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, shapes, columns, slots,
-        threads=build.settings.threads, level=build.settings.cpu_level, say=say,
-        debug_addresses=build.settings.debug_addresses == "on",
+        threads=settings.threads, level=settings.cpu_level, say=say, canary=captured,
+        debug_addresses=settings.debug_addresses == "on", mark=NvtxMark() if settings.nvtx == "on" else unmarked,
     )  # fmt: skip
     if isinstance(engine, NativeStep):
-        guard = open_guard(engine, build.weights, columns, slots, shapes, build.settings.heartbeat_s)
+        guard = open_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
         return guard, columns, slots[:-1], 0
+    if captured:
+        from zl.gpu.cuda_guard import open_cuda_guard  # here: it brings triton
+
+        cuda_guard = open_cuda_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
+        return cuda_guard, columns, slots[:-1], run_ahead
     return engine, columns, slots, run_ahead
-
-
-def run(settings: Settings) -> int:
-    """Serve until a signal; return the exit status. `settings.model` is a path. ZlError: the start failed."""
-    logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(levelname)s %(message)s", force=True
-    )
-    phases = Phases()
-    phases.add("interpreter and imports", since_exec())
-    tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
-    # Bound first: a port in use is known in a moment, and peers that connect while the model loads wait and are served.
-    bounds = systemd_sockets(os.environ, os.getpid()) or bind_all(parse_address(text) for text in settings.listen)
-    try:
-        build = prepare(settings, Path(settings.model), log.info, phases)
-        with phases("weights and KV pool"):
-            engine, columns, slots, run_ahead = open_build(build, log.info)
-    except BaseException:
-        for bound in bounds:
-            unbind(bound)
-        raise
-
-    async def main() -> int:
-        with phases("arena and wiring"):
-            server = Server(build, engine, columns, slots, run_ahead)
-        try:
-            with _signals(server):
-                await server.start(bounds, tls, phases)
-                assert server.listeners is not None
-                elapsed = since_exec()
-                for line in phases.lines("ready", elapsed):
-                    log.info(line)
-                print(
-                    f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, {build.dtype} on "
-                    f"{build.device.name}, {build.shapes.max_rows} rows, ready after {elapsed:.1f} s",
-                    flush=True,
-                )
-                return await server.wait()
-        finally:
-            await server.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main())
-
-
-@contextlib.contextmanager
-def _signals(server: Server) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    caught = {signal.SIGTERM: server.stop, signal.SIGINT: server.stop, signal.SIGHUP: server.reopen_logs}
-    for number, function in caught.items():
-        loop.add_signal_handler(number, function)
-    try:
-        yield
-    finally:
-        for number in caught:
-            loop.remove_signal_handler(number)

@@ -14,7 +14,7 @@ from tests.net.harness import App, Peer, run, serving
 from zl.address import TcpAddress, UnixAddress, parse_address
 from zl.errors import ConfigError, ZlError
 from zl.gpu.arena import Arena
-from zl.net.listen import BACKLOG, Bound, bind, bind_all, listen, systemd_sockets, tls_context, unbind
+from zl.net.listen import BACKLOG, Bound, bind, bind_all, listen, systemd_sockets, unbind
 from zl.net.protocol import Net
 
 both_loops = pytest.mark.parametrize("kind", ["uvloop", "asyncio"])
@@ -161,8 +161,9 @@ def child(fd: int, count: str, names: str) -> str:
 
 def test_sockets_from_systemd_are_taken_over_by_name():
     bound = bind(TcpAddress("127.0.0.1", 0))
-    assert child(bound.sock.fileno(), "1", "wire") == "systemd:wire 3 False True"
-    assert child(bound.sock.fileno(), "1", "") == "systemd:fd 3 3 False True"
+    assert child(bound.sock.fileno(), "1", "wire") == f"systemd:wire ({bound.name}) 3 False True"
+    assert child(bound.sock.fileno(), "1", "") == f"systemd:fd 3 ({bound.name}) 3 False True"
+    assert child(bound.sock.fileno(), "1", "unknown") == f"systemd:fd 3 ({bound.name}) 3 False True"
     unbind(bound)
 
 
@@ -194,18 +195,3 @@ def test_a_unix_socket_that_is_not_ours_keeps_its_file(tmp_path, kind):
         await asyncio.sleep(0)
 
     run(main(), kind)
-
-
-# --- TLS --------------------------------------------------------------------------------------------------------------
-
-
-def test_tls_files_that_do_not_fit_say_so(tmp_path):
-    missing = str(tmp_path / "none.pem")
-    with pytest.raises(ConfigError) as caught:
-        tls_context(missing, missing)
-    assert "none.pem" in one_line(caught.value)
-    wrong = tmp_path / "wrong.pem"
-    wrong.write_text("hello")
-    with pytest.raises(ConfigError) as caught:
-        tls_context(str(wrong), str(wrong))
-    assert "cannot be used" in one_line(caught.value)

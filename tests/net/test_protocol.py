@@ -534,7 +534,7 @@ def certificate(tmp_path_factory) -> tuple[str, str]:
 
 @both_loops
 def test_tls_carries_the_same_wire(tmp_path, kind, certificate):
-    from zl.net.listen import tls_context
+    from zl.net.tls import tls_context
 
     async def main() -> None:
         client = ssl.create_default_context(cafile=certificate[0])

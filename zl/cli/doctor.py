@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.metadata
-import os
 import platform
-import resource
-import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from zl import __version__
-from zl.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from zl.config import Settings, load
 from zl.errors import ConfigError
 from zl.gpu.native import build as native
 from zl.pull import MODELS, cache_folder, locate
+from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
+from zl.tools.findings import FAIL, OK, WARN, Finding, read
 
 HELP = "say what the machine offers and what zl will use"
 DESCRIPTION = """\
@@ -33,28 +28,6 @@ examples:
   zl doctor
   zl doctor --config zl.toml
 """
-
-OK, WARN, FAIL = "ok", "warn", "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    level: str
-    topic: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What the CUDA driver says. `count` 0: no driver or no device, and `why` tells."""
-
-    count: int
-    why: str
-    driver: str = ""
-    name: str = ""
-    memory_bytes: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,51 +50,25 @@ def run(args: argparse.Namespace) -> int:
 def examine(settings: Settings) -> Iterator[Finding]:
     """Look at everything that decides how `zl serve` runs with these settings."""
     levels = native.available_levels()
-    gpu = find_gpu()
+    gpu = doctor_gpu.find_gpu()
     compiler = native.compiler()
     yield Finding(OK, "zl", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     yield from _packages()
     yield _cpu(levels)
     yield _compiler(compiler)
-    yield _cores(settings)
-    yield _memory()
-    yield _huge_pages()
-    yield _memlock()
+    yield from doctor_machine.examine(settings)
+    yield doctor_gpu.driver()
     yield _gpu(gpu, settings)
-    yield from _addresses(settings)
+    yield doctor_gpu.host_registration(gpu)
+    yield from doctor_ports.examine(settings)
+    yield from doctor_units.examine()
     yield _model(settings)
     yield _choice(settings, levels, gpu, compiler)
 
 
-def find_gpu(library: str = "libcuda.so.1") -> Gpu:
-    """Ask the CUDA driver, through its own library, for devices."""
-    try:
-        cuda = ctypes.CDLL(library)
-    except OSError:
-        return Gpu(0, f"no NVIDIA driver ({library} is not there)")
-    if status := cuda.cuInit(0):
-        return Gpu(0, f"the NVIDIA driver does not start: cuInit says {status}")
-    version, count, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    memory, name = ctypes.c_size_t(), ctypes.create_string_buffer(128)
-    if (
-        cuda.cuDriverGetVersion(ctypes.byref(version))
-        or cuda.cuDeviceGetCount(ctypes.byref(count))
-        or not count.value
-        or cuda.cuDeviceGet(ctypes.byref(device), 0)
-        or cuda.cuDeviceGetName(name, len(name), device)
-        or cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    ):
-        return Gpu(0, "the NVIDIA driver is there but shows no device")
-    driver = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
-    return Gpu(count.value, "", driver, name.value.decode("utf-8", "replace"), memory.value)
-
-
 def _cpuinfo(path: str, key: str) -> str:
-    try:
-        lines = Path(path).read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
+    lines = (line.partition(":") for line in read(path).splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == key), "")
 
 
 def _version(package: str) -> str:
@@ -158,63 +105,7 @@ def _compiler(path: str | None) -> Finding:
     return Finding(OK, "compiler", (done.stdout.splitlines() or [path])[0])
 
 
-def _cores(settings: Settings) -> Finding:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    threads = settings.threads or usable
-    text = f"{usable} usable of {present}; {threads} compute threads"
-    if threads > usable:
-        return Finding(WARN, "cores", f"{text}: more threads than cores slow each other down, set threads = 0")
-    return Finding(OK, "cores", text)
-
-
-def _meminfo() -> dict[str, int]:
-    found = {}
-    for line in Path("/proc/meminfo").read_text("ascii", "replace").splitlines():
-        key, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            found[key] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
-    return found
-
-
-def _memory() -> Finding:
-    info = _meminfo()
-    free, total = info.get("MemAvailable", 0), info.get("MemTotal", 0)
-    limit = ""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
-        if text.isdigit() and int(text) < total:
-            limit = f"; this container may use {int(text) / 2**30:.1f} GiB"
-            free = min(free, int(text))
-    except OSError:
-        pass
-    text = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB{limit}"
-    return Finding(OK, "memory", text) if free >= 2**31 else Finding(WARN, "memory", text + ": a small KV pool")
-
-
-def _huge_pages() -> Finding:
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text("ascii")
-    except OSError:
-        return Finding(WARN, "huge pages", "the kernel has no transparent huge pages: a little slower")
-    chosen = text.partition("[")[2].partition("]")[0]
-    if chosen == "never":
-        return Finding(WARN, "huge pages", "transparent huge pages are off; "
-                                           "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
-    return Finding(OK, "huge pages", f"transparent, {chosen}")
-
-
-def _memlock() -> Finding:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY:
-        return Finding(OK, "memlock", "no limit")
-    # The arena is at most berths * max_frame; 64 MiB is the default build's.
-    if limit < 64 * 2**20:
-        return Finding(WARN, "memlock", f"limit {limit / 2**20:.0f} MiB: memory may be swapped out; see ulimit -l")
-    return Finding(OK, "memlock", f"limit {limit / 2**20:.0f} MiB")
-
-
-def _gpu(gpu: Gpu, settings: Settings) -> Finding:
+def _gpu(gpu: doctor_gpu.Gpu, settings: Settings) -> Finding:
     if not gpu.count:
         if settings.device == "cuda":
             return Finding(FAIL, "gpu", f"{gpu.why}, but device is cuda: install the driver, or set device = cpu")
@@ -234,38 +125,6 @@ def _cuda_lacking() -> str:
     return "missing " + ", ".join(lacking) if lacking else ""
 
 
-def _addresses(settings: Settings) -> Iterator[Finding]:
-    for text in settings.listen:
-        yield _address(parse_address(text, port_zero=True))
-    if settings.metrics != "off":
-        found = _address(parse_host_port(settings.metrics, port_zero=True))
-        yield Finding(found.level, "metrics", found.text)
-
-
-def _address(address: TcpAddress | UnixAddress) -> Finding:
-    if isinstance(address, UnixAddress):
-        folder = os.path.dirname(address.path) or "."
-        if not os.access(folder, os.W_OK):
-            return Finding(FAIL, "listen", f"{address}: cannot write in {folder}: choose another path")
-        if not os.path.exists(address.path):
-            return Finding(OK, "listen", f"{address} is free")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1)
-            if probe.connect_ex(address.path) == 0:
-                return Finding(FAIL, "listen", f"{address} is taken: a server answers there already")
-        return Finding(OK, "listen", f"{address}: left over from an earlier server, will be replaced")
-    try:
-        family, kind, protocol, _, end = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(end)
-    except OSError as error:
-        return Finding(FAIL, "listen", f"{address}: {error.strerror or error}: stop who has it, or choose another port")
-    return Finding(OK, "listen", f"{address} is free")
-
-
 def _model(settings: Settings) -> Finding:
     try:
         path = locate(settings.model)
@@ -279,7 +138,7 @@ def _model(settings: Settings) -> Finding:
     return Finding(OK, "model", f"{path}, {size / 1e6:.0f} MB")
 
 
-def _choice(settings: Settings, levels: list[str], gpu: Gpu, compiler: str | None) -> Finding:
+def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler: str | None) -> Finding:
     usable = bool(gpu.count) and not _cuda_lacking()
     if settings.device == "cuda" or (settings.device == "auto" and usable):
         why = "device is cuda" if settings.device == "cuda" else "there is a GPU and what it needs is installed"

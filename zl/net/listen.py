@@ -81,7 +81,7 @@ def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
     bounds: list[Bound] = []
     for i in range(int(count)):
         fd = FIRST_SYSTEMD_FD + i
-        name = names[i] if i < len(names) and names[i] else f"fd {fd}"
+        name = names[i] if i < len(names) and names[i] not in ("", "unknown") else f"fd {fd}"
         try:
             sock = socket.socket(fileno=fd)
             listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -93,25 +93,8 @@ def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
         os.set_inheritable(fd, False)
         sock.setblocking(False)
         _no_delay(sock)
-        bounds.append(Bound(sock, f"systemd:{name}"))
+        bounds.append(Bound(sock, f"systemd:{name} ({_address_of(sock)})"))
     return bounds
-
-
-def tls_context(certificate: str, key: str) -> ssl.SSLContext:
-    """Load a PEM certificate chain and its key.
-
-    Raises  ConfigError: a file is missing or not what it should be
-    """
-    for path in (certificate, key):
-        if not os.path.isfile(path):
-            raise ConfigError(f"TLS: {path!r} is no file; give a PEM certificate chain and its PEM key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"TLS: certificate {certificate!r} with key {key!r} cannot be used: {error}") from None
-    return context
 
 
 class Listeners:
@@ -153,6 +136,15 @@ async def listen(
             server = await loop.create_server(factory, sock=bound.sock, backlog=BACKLOG, ssl=tls)
         servers.append(server)
     return Listeners(servers, bounds)
+
+
+def _address_of(sock: socket.socket) -> str:
+    """Name where a socket listens; several of one unit carry the same name."""
+    where = sock.getsockname()
+    if sock.family == socket.AF_UNIX:
+        path = os.fsdecode(where)
+        return "unix:" + path.replace("\0", "@", 1)
+    return str(TcpAddress(where[0], where[1]))
 
 
 def _bind_tcp(address: TcpAddress) -> Bound:

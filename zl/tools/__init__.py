@@ -1,1 +1,1 @@
-"""What the socket tools of the command line are made of: the dissector and the load generator. Owns no state."""
+"""What commands are made of: the dissector, the load generator, netcat, the parts of doctor. Owns no state."""

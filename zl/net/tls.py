@@ -1,0 +1,49 @@
+"""TLS for the listeners: a PEM certificate and its key, exchangeable while the server runs.
+
+State: the certificate in force. Refuses asyncio, gpu and dispatch.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+from zl.errors import ConfigError
+
+
+def tls_context(certificate: str, key: str) -> ssl.SSLContext:
+    """Load a PEM certificate chain and its key.
+
+    Raises  ConfigError: a file is missing or not what it should be
+    """
+    for path in (certificate, key):
+        if not os.path.isfile(path):
+            raise ConfigError(f"TLS: {path!r} is no file; give a PEM certificate chain and its PEM key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"TLS: certificate {certificate!r} with key {key!r} cannot be used: {error}") from None
+    return context
+
+
+class Certificate:
+    """A certificate that can be exchanged: `context` goes to the listeners once, `load` changes what it presents.
+
+    A listener keeps the context that it was made with. Loading into that one would, if the files do not fit each
+    other, leave it with half a pair; so each handshake is handed the context in force, by the callback that OpenSSL
+    makes for every ClientHello, with a server name or without (SSL_CTX_set_tlsext_servername_callback(3)).
+    """
+
+    def __init__(self, certificate: str, key: str):
+        self._now = tls_context(certificate, key)
+        self.context = tls_context(certificate, key)
+        self.context.sni_callback = self._choose
+
+    def use(self, context: ssl.SSLContext) -> None:
+        """Present the certificate of `context`, made by `tls_context`, from the next handshake on."""
+        self._now = context
+
+    def _choose(self, handshake: ssl.SSLObject, name: str | None, listener: ssl.SSLContext) -> None:  # noqa: ARG002
+        handshake.context = self._now

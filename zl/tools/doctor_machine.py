@@ -1,0 +1,130 @@
+"""`zl doctor` on the machine: cores, memory, limits, NUMA, clock governor. Reads, never changes. Owns no state."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from zl.config import Settings
+from zl.tools.findings import OK, WARN, Finding, read
+
+FEW_FILES = 4_096
+"""Below this many descriptors, connections are what ends first."""
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Look at what the kernel gives this user."""
+    yield cores(settings)
+    yield memory()
+    yield huge_pages()
+    yield memlock(settings)
+    yield open_files()
+    yield numa()
+    yield governor()
+
+
+def cores(settings: Settings) -> Finding:
+    """Compare the compute threads with the cores that may be used."""
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    threads = settings.threads or usable
+    text = f"{usable} usable of {present}; {threads} compute threads"
+    if threads > usable:
+        return Finding(WARN, "cores", f"{text}: more threads than cores slow each other down, set threads = 0")
+    return Finding(OK, "cores", text)
+
+
+def memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup/memory.max") -> Finding:
+    """Tell how much memory is free, within the limit of this container or unit."""
+    info = _meminfo(meminfo)
+    free, total = info.get("MemAvailable", 0), info.get("MemTotal", 0)
+    limit = ""
+    text = read(cgroup)
+    if text.isdigit() and int(text) < total:
+        limit = f"; this container may use {int(text) / 2**30:.1f} GiB"
+        free = min(free, int(text))
+    text = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB{limit}"
+    if free >= 2**31:
+        return Finding(OK, "memory", text)
+    return Finding(WARN, "memory", text + ": a small KV pool; free some, or raise MemoryMax= of the unit")
+
+
+def huge_pages(path: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> Finding:
+    """Tell whether large buffers may live on huge pages."""
+    text = read(path)
+    if not text:
+        return Finding(WARN, "huge pages", "the kernel has no transparent huge pages: a little slower")
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        return Finding(WARN, "huge pages", f"transparent huge pages are off: a little slower; echo madvise > {path}")
+    return Finding(OK, "huge pages", f"transparent, {chosen}")
+
+
+def memlock(settings: Settings) -> Finding:
+    """Compare the limit of locked memory with the arena, which a GPU wants page-locked."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    arena = settings.berths * settings.max_frame
+    if limit == resource.RLIM_INFINITY:
+        return Finding(OK, "memlock", "no limit")
+    text = f"limit {limit / 2**20:.0f} MiB, the arena has {arena / 2**20:.0f} MiB"
+    if limit < arena:
+        return Finding(WARN, "memlock", f"{text}: it may be swapped out, and a GPU may refuse it; "
+                                        "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited")  # fmt: skip
+    return Finding(OK, "memlock", text)
+
+
+def open_files() -> Finding:
+    """Tell how many descriptors, and so connections, this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"limit {soft}" + ("" if soft == hard else f", at most {hard}")
+    if soft < FEW_FILES:
+        return Finding(WARN, "open files", f"{text}: about {max(0, soft - 64)} connections; LimitNOFILE=65536 in the "
+                                           f"unit, or ulimit -n {min(hard, 65_536)}")  # fmt: skip
+    return Finding(OK, "open files", text)
+
+
+def numa(nodes: str = "/sys/devices/system/node", allowed: set[int] | None = None) -> Finding:
+    """Tell whether the usable cores lie on several memory nodes."""
+    usable = os.sched_getaffinity(0) if allowed is None else allowed
+    known = sorted(Path(nodes).glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    used = [path.name for path in known if usable & _cpu_list(read(path / "cpulist"))]
+    if len(known) < 2:
+        return Finding(OK, "numa", "one memory node")
+    if len(used) < 2:
+        return Finding(OK, "numa", f"{len(known)} memory nodes, cores of {', '.join(used) or 'none'} used")
+    return Finding(WARN, "numa", f"cores of {', '.join(used)} are used: weights on one node are slow from another; run "
+                                 "one server a node, with CPUAffinity=, NUMAPolicy=bind and NUMAMask= in its unit, or "
+                                 "numactl --cpunodebind=0 --membind=0")  # fmt: skip
+
+
+def governor(cpus: str = "/sys/devices/system/cpu", allowed: set[int] | None = None) -> Finding:
+    """Tell how the clock of the usable cores is governed."""
+    usable = os.sched_getaffinity(0) if allowed is None else allowed
+    found = {read(Path(cpus) / f"cpu{cpu}" / "cpufreq" / "scaling_governor") for cpu in usable} - {""}
+    if not found:
+        return Finding(OK, "governor", "not visible here, as on most virtual machines: the host decides the clock")
+    text = ", ".join(sorted(found))
+    if found == {"performance"}:
+        return Finding(OK, "governor", text)
+    return Finding(WARN, "governor", f"{text}: the clock follows the load, which costs first tokens after a pause; "
+                                     "cpupower frequency-set -g performance")  # fmt: skip
+
+
+def _meminfo(path: str) -> dict[str, int]:
+    found = {}
+    for line in read(path).splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            found[key] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return found
+
+
+def _cpu_list(text: str) -> set[int]:
+    """Read the kernel's lists, such as 0-3,8."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
