@@ -1,9 +1,10 @@
 """What watching costs: tokens/s while /metrics is scraped every second, beside a server with `--metrics off`.
 
 `python -m bench.metrics_cost [--streams 128] [--tokens 48] [--rounds 5]`: two servers of this checkout, stopped by
-SIGSTOP while the other is measured, in alternating rounds of one run; each ratio is taken within a round. The counters
-are kept either way; what they cost a step is measured apart, by calling them. Owns the two servers. Prints a line a
-round and JSON at the end.
+SIGSTOP while the other is measured, in alternating rounds of one run; each ratio is taken within a round. Two processes
+of the same program may differ by where their memory lies, so the watched one is measured without scrapes too: that
+ratio is the cost of a scrape alone. The counters are kept in any case; what they cost a step is measured apart, by
+calling them. Owns the two servers. Prints a line a round and JSON at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from zl.tools.load import Streams, burst
 from zl.tools.traces import summarise
 
 START_PATIENCE_S = 120.0
-ON, OFF = "scraped", "off"
+OFF, IDLE, ON = "off", "unscraped", "scraped"
+"""Metrics off; the port open and nobody there; the same server, scraped."""
 
 
 class Scraper:
@@ -104,16 +106,17 @@ class Subject:
                 raise RuntimeError(f"{self.server.name}: no answer in {START_PATIENCE_S:g} s; see {self.server.log}")
             await asyncio.sleep(0.05)
 
-    async def measure(self, asked: Sequence[prompts.Prompt], streams: int) -> dict[str, Any]:
+    async def measure(self, asked: Sequence[prompts.Prompt], streams: int, *, scraped: bool) -> dict[str, Any]:
         """Run one round."""
         self.server.resume()
-        if self.scraper is not None:
-            self.scraper.start()
+        scraper = self.scraper if scraped else None
+        if scraper is not None:
+            scraper.start()
         try:
             return summarise(await burst(self.streams, asked, streams))
         finally:
-            if self.scraper is not None:
-                await asyncio.to_thread(self.scraper.stop)
+            if scraper is not None:
+                await asyncio.to_thread(scraper.stop)
             self.server.pause()
 
 
@@ -155,21 +158,21 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             stack.callback(subjects[label].server.stop)
             await subjects[label].ready(args.streams)
             warmup = prompts.burst(args.streams, 4, 0, args.words)
-            await subjects[label].measure(warmup, args.streams)
-        speeds: dict[str, list[float]] = {OFF: [], ON: []}
+            await subjects[label].measure(warmup, args.streams, scraped=label == ON)
+        speeds: dict[str, list[float]] = {OFF: [], IDLE: [], ON: []}
         scraper = subjects[ON].scraper
         assert scraper is not None
         scraper.seconds.clear()
-        order = alternating((OFF, ON), args.rounds)
-        for number, label in order:
+        for number, label in alternating((OFF, IDLE, ON), args.rounds):
             asked = prompts.burst(args.streams, args.tokens, args.seed + number, args.words)
-            if number % 2:  # the other one first, so that neither always follows its peer
-                label = ON if label == OFF else OFF
-            figures = await subjects[label].measure(asked, args.streams)
+            if number % 2:  # the other way round, so that none always follows the same one
+                label = {OFF: ON, ON: OFF}.get(label, label)
+            subject = subjects[OFF if label == OFF else ON]
+            figures = await subject.measure(asked, args.streams, scraped=label == ON)
             if figures["failed"]:
                 raise RuntimeError(f"{label}: {figures['failed']} requests failed: {figures['errors']}")
             speeds[label].append(figures["tokens_per_s"])
-            print(f"round {number} {label:<8} {figures['tokens_per_s']:9.1f} tokens/s, "
+            print(f"round {number} {label:<9} {figures['tokens_per_s']:9.1f} tokens/s, "
                   f"p99 gap {1e3 * figures['gap_s']['p99']:.1f} ms", flush=True)  # fmt: skip
         for subject in subjects.values():
             await subject.streams.close()
@@ -180,6 +183,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "words": args.words,
         "tokens_per_s": speeds,
         "ratio": ratios(speeds[ON], speeds[OFF]),
+        "scrape_ratio": ratios(speeds[ON], speeds[IDLE]),
         "spread_off": max(speeds[OFF]) / min(speeds[OFF]) - 1,
         "scrapes": len(scraper.seconds),
         "scrape_ms_median": 1e3 * statistics.median(scraper.seconds),
@@ -205,9 +209,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     args = parser().parse_args(argv)
     result = uvloop.run(run(args))
-    ratio = result["ratio"]
-    print(f"scraped / off: {ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f}); rounds of the unwatched "
-          f"server among themselves differ by {100 * result['spread_off']:.1f}%")  # fmt: skip
+    for what, key in (("scraped / off", "ratio"), ("scraped / unscraped", "scrape_ratio")):
+        ratio = result[key]
+        print(f"{what}: {ratio['median']:.4f} ({ratio['min']:.4f} to {ratio['max']:.4f})")
+    print(f"rounds with metrics off differ among themselves by {100 * result['spread_off']:.1f}%")
     kept = ", ".join(f"{name} {ns:.0f} ns" for name, ns in result["bookkeeping_ns"].items())
     print(f"{result['scrapes']} scrapes of {result['scrape_bytes']} bytes, median {result['scrape_ms_median']:.1f} ms; "
           f"kept all the time: {kept}")  # fmt: skip
