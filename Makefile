@@ -18,7 +18,7 @@ endif
 
 SOCKET := $(if $(wildcard $(XDG_RUNTIME_DIR)),$(XDG_RUNTIME_DIR)/zl.sock,/tmp/zl-$(shell id -u).sock)
 
-.PHONY: help install pull serve test lint determinism dist soak gpu-check clean
+.PHONY: help install pull serve test lint determinism dist soak rolling gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -61,6 +61,9 @@ dist: ## build the source distribution and the wheel into dist/
 
 soak: $(VENV)/.installed-test pull ## 10,000 requests to one server: nothing that lasts is allocated after the start
 	$(BIN)/python -m bench.alloc --requests 10000 --model "$$($(BIN)/zl pull)"
+
+rolling: $(VENV)/.installed-test ## 64 streaming clients while servers are switched, restarted, killed; needs haproxy
+	$(BIN)/python -m bench.rolling $(ARGS)
 
 gpu-check: $(VENV)/.installed-test ## prove and time the CUDA path on this machine's GPU; without one, its dry run on the CPU
 ifneq ($(wildcard /proc/driver/nvidia/version),)

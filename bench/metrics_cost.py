@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -91,16 +92,17 @@ class Subject:
         self.scraper = Scraper(port, args.every) if name == ON else None
 
     async def ready(self, n: int) -> None:
-        """Wait until it takes connections, and open them."""
+        """Wait until it has answered, and open all connections; they are taken before the server is ready."""
         while True:
             self.server.check()
-            try:
+            with contextlib.suppress(ConnectionFailed):
                 await self.streams.connect(n)
-                return
-            except ConnectionFailed:
-                if time.perf_counter() - self.server.started > START_PATIENCE_S:
-                    raise
-                await asyncio.sleep(0.05)
+                first = await self.streams.ask(prompts.Prompt("", ("Hello",), 1), 0)
+                if not first.error:
+                    return
+            if time.perf_counter() - self.server.started > START_PATIENCE_S:
+                raise RuntimeError(f"{self.server.name}: no answer in {START_PATIENCE_S:g} s; see {self.server.log}")
+            await asyncio.sleep(0.05)
 
     async def measure(self, asked: Sequence[prompts.Prompt], streams: int) -> dict[str, Any]:
         """Run one round."""
@@ -143,20 +145,24 @@ def bookkeeping_ns(n: int = 20_000) -> dict[str, float]:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure round by round; return the result."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # or its servers would outlive it
     with tempfile.TemporaryDirectory(prefix="zl-cost-") as name, contextlib.ExitStack() as stack:
         subjects = {}
         for label in (OFF, ON):
             subjects[label] = Subject(label, Path(name), args)
             stack.callback(subjects[label].server.stop)
             await subjects[label].ready(args.streams)
-            await subjects[label].measure(prompts.burst(args.streams, 4, 0), args.streams)  # warms both ends
+            warmup = prompts.burst(args.streams, 4, 0, args.words)
+            await subjects[label].measure(warmup, args.streams)
         speeds: dict[str, list[float]] = {OFF: [], ON: []}
         scraper = subjects[ON].scraper
         assert scraper is not None
         scraper.seconds.clear()
         order = alternating((OFF, ON), args.rounds)
         for number, label in order:
-            asked = prompts.burst(args.streams, args.tokens, args.seed + number)
+            asked = prompts.burst(args.streams, args.tokens, args.seed + number, args.words)
             if number % 2:  # the other one first, so that neither always follows its peer
                 label = ON if label == OFF else OFF
             figures = await subjects[label].measure(asked, args.streams)
@@ -171,6 +177,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "streams": args.streams,
         "tokens": args.tokens,
+        "words": args.words,
         "tokens_per_s": speeds,
         "ratio": ratios(speeds[ON], speeds[OFF]),
         "spread_off": max(speeds[OFF]) / min(speeds[OFF]) - 1,
@@ -186,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m bench.metrics_cost", description="Tokens/s scraped, beside unwatched.")
     p.add_argument("--streams", type=int, default=128)
     p.add_argument("--tokens", type=int, default=48)
+    p.add_argument("--words", type=int, default=12, help="of a prompt: short, so that a round is mostly decoding")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--every", type=float, default=1.0, help="seconds between two scrapes")
     p.add_argument("--seed", type=int, default=1)

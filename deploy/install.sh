@@ -128,7 +128,7 @@ else
   extra=''
   [ "$cuda" = no ] || extra='[cuda]'
   "$home/bin/python" -m pip install --quiet "${constraints[@]}" "${pip_options[@]}" "$(realpath "$wheel")$extra"
-  "$home/bin/python" -P -m zl --version >/dev/null || die "$home: the installed zl does not start"
+  "$home/bin/python" -I -m zl --version >/dev/null || die "$home: the installed zl does not start"
   touch "$home/.complete"
 fi
 before=$(readlink "$at/current" || true)
@@ -154,7 +154,7 @@ cat >"$scratch/zl" <<'TEXT'
 #!/bin/sh
 # Start the release in use. It is named by its own path, so that a server keeps it when `current` moves on.
 here=$(dirname "$(readlink -f "$0")")
-exec "$(readlink -f "$here/../current")/bin/python" -P -m zl "$@"
+exec "$(readlink -f "$here/../current")/bin/python" -I -m zl "$@"
 TEXT
 put "$scratch/zl" "$prefix/bin/zl" 755
 [ "$script" = "$at/share/zl/install.sh" ] || install -D -m 755 "$script" "$at/share/zl/install.sh"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from zl.address import TcpAddress, UnixAddress, parse_address, parse_host_port
+from zl.cli import build_parser
 from zl.config import SETTINGS, Settings, load, spec_of
 from zl.errors import ConfigError
 
@@ -198,3 +199,13 @@ def test_the_guides_example_loads(write):
     settings = load(file=write(guide.split("```toml\n")[1].split("```")[0]), environ={})
     assert isinstance(settings, Settings)
     assert settings.max_rows == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nvtx"),
+    [([], "off"), (["--nvtx"], "on"), (["--nvtx", "off"], "off"), (["--nvtx", "--berths", "3"], "on")],
+)
+def test_a_switch_alone_means_on(arguments, nvtx):
+    args = build_parser().parse_args(["serve", *arguments])
+    flags = {setting.name: getattr(args, f"set_{setting.name}", None) for setting in SETTINGS}
+    assert load(flags, environ={}).nvtx == nvtx

@@ -60,6 +60,14 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.device": {"asyncio", "zl.net"},
     "zl.gpu.addresses": {"torch", "triton", "zl.rows", "zl.net", "asyncio"},
     "zl.gpu.cuda_memory": {"triton", "cuda", "zl.rows", "zl.net", "asyncio"},
+    "zl.gpu.cuda_buffers": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.cuda_guard": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.device_patrol": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.graphs": {"triton", "zl.rows", "zl.net", "asyncio"},
+    "zl.gpu.guarded": {"torch", "zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.nvtx": {"triton", "zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.renewal": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.native.needs": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},
     "zl.gpu.upload": {"triton", "zl.rows", "zl.net", "asyncio"},
     "zl.gpu.arena": {"asyncio", "zl.net", "zl.rows"},
     "zl.gpu.pinned": {"asyncio", "zl.net", "zl.rows"},
@@ -76,6 +84,7 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.programs": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
+    "zl.memory": {"triton", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop"},
     "zl.builder": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
     "zl.artifact": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
     "zl.facts": {"torch", "gguf", "safetensors", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.programs"},
@@ -98,6 +107,7 @@ NEVER: dict[str, set[str]] = {
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
+    "zl.tools.hold": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.session"},  # binds
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }
 # Empty packages, and those that wire.

@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zl.dispatch import Dispatcher, Limits
 from zl.errors import Code, Finish, RequestError
@@ -18,7 +20,7 @@ from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
 from zl.policy import Policy
 from zl.rows import Rows
-from zl.service import LONG_PROMPT_BYTES, Service
+from zl.service import LONG_PROMPT_BYTES, Service, _known
 from zl.shapes import Shapes
 from zl.text.prompt import Prompt
 
@@ -293,6 +295,26 @@ def test_empty_stop_string_leaves_no_trace():
     with pytest.raises(RequestError):
         bench.ask(conn, stop=[b""])
     assert bench.empty()
+
+
+@given(
+    ids=st.lists(st.sampled_from([0, 1, 5, 6, 7, -1, 2**31 - 1, -(2**31)]), max_size=4), cut=st.integers(0, 3),
+    place=st.sampled_from(["system", "context", "messages"]),
+)  # fmt: skip
+def test_the_quick_look_at_token_ids_agrees_with_the_one_that_names_the_culprit(ids, cut, place):
+    packed = codec.pack_tokens(ids)
+    packed = packed[: max(0, len(packed) - cut)]
+    request = codec.decode_request(
+        codec.encode_request(request_id=1, encoding=codec.Encoding.TOKENS, **{"messages": [b"\1\0\0\0"]} | {
+            place: [packed] if place == "messages" else packed
+        })[4:]
+    )  # fmt: skip
+    try:
+        codec.check_tokens(request, 7)
+    except RequestError:
+        assert not _known(request, 7)
+    else:
+        assert _known(request, 7)
 
 
 LONG = b"w" * (LONG_PROMPT_BYTES + 1)

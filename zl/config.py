@@ -38,6 +38,7 @@ class Spec:
     help: str
     metavar: str = "N"
     many: bool = False  # a list in TOML, a repeatable flag
+    bare: str = ""  # what the flag means without a value
     flag: bool = True  # secrets and long texts have none: a command line can be read by every user of the machine
 
 
@@ -58,6 +59,11 @@ def _period(section: str, low: float, high: float, default: float, help: str) ->
 def _choice(section: str, choices: tuple[str, ...], default: str, help: str) -> Any:
     bar = "|".join(choices)
     return _setting(default, Spec(section, readers.one_of(*choices), "one of " + ", ".join(choices), help, metavar=bar))
+
+
+def _switch(section: str, help: str) -> Any:
+    spec = Spec(section, readers.one_of("off", "on"), "one of off, on", help, metavar="off|on", bare="on")
+    return _setting("off", spec)
 
 
 def _action(limit: str, help: str) -> Any:
@@ -109,7 +115,8 @@ class Settings:
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
     artifact: str = _choice("model", ("auto", "off"), "auto", "auto keeps each build in the cache for a quick start")
-    debug_addresses: str = _choice("model", ("off", "on"), "off", "on CUDA, check before each step that nothing moved")
+    debug_addresses: str = _switch("model", "on CUDA, check before each step that nothing moved")
+    nvtx: str = _switch("model", "name what a step does for Nsight Systems; needs a torch built for CUDA")
 
     listen: tuple[str, ...] = _setting(default_listen, _LISTEN)
     metrics: str = _setting("127.0.0.1:9433", _METRICS)

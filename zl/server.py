@@ -23,10 +23,12 @@ from zl.config import Settings
 from zl.dispatch import Dispatcher, Limits
 from zl.errors import DeviceError
 from zl.gpu.arena import Arena
-from zl.gpu.guard import Guard, open_guard
+from zl.gpu.guard import open_guard
+from zl.gpu.guarded import Guarded
 from zl.gpu.heartbeat import with_canary
 from zl.gpu.loop import SAMPLED_BY, GenerationLoop, StepResult, no_inner_clock
 from zl.gpu.native.step import NativeStep
+from zl.gpu.nvtx import MarkedEngine, NvtxMark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.health import STALL_S, Health, Phase
@@ -92,14 +94,18 @@ class Server:
         self.arena = Arena(settings.berths, settings.max_frame, register=build.device.register)
         self.rows = Rows(shapes.max_rows)
         self.pages = PageBooks(shapes.n_pages)
-        self._guard = engine if isinstance(engine, Guard) else None
+        self._guard = engine if isinstance(engine, Guarded) else None
+        mark = NvtxMark() if settings.nvtx == "on" else unmarked
+        guard = self._guard
         self.generation = GenerationLoop(
-            shapes, engine, slots, self.rows.control, self._publish, self._engine_failed, run_ahead=run_ahead,
-            between=self._guard.between if self._guard is not None else None,
-            inner_ns=self._guard.inner_ns if self._guard is not None else no_inner_clock,
+            shapes, MarkedEngine(engine, mark) if settings.nvtx == "on" else engine, slots, self.rows.control,
+            mark("publish", self._publish), self._engine_failed, run_ahead=run_ahead, mark=mark,
+            between=mark("heartbeat", guard.between) if guard is not None else None,
+            due=guard.due if guard is not None else None,
+            inner_ns=guard.inner_ns if guard is not None else no_inner_clock,
         )  # fmt: skip
-        if self._guard is not None:
-            self._guard.on_retire(self.pages.distrust)
+        if guard is not None:
+            guard.on_retire(self.pages.distrust)
         self.dispatcher = Dispatcher(
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
@@ -323,16 +329,25 @@ class Server:
 
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:
     """Allocate the columns and open the engine of a build; returns also how far the loop may run ahead."""
-    run_ahead = build.device.run_ahead
-    shapes = with_canary(build.shapes) if build.device.kind == "cpu" else build.shapes
+    run_ahead, settings = build.device.run_ahead, build.settings
+    # A guarded program has a row, a page and a slot more: the heartbeat's.
+    captured = build.device.kind == "cuda" and build.dtype == "bfloat16"
+    guarded = build.device.kind == "cpu" or captured
+    shapes = with_canary(build.shapes) if guarded else build.shapes
     columns = RowColumns(shapes, build.device.allocate)
-    slots = [StepSlot(shapes, build.device.allocate) for _ in range(max(N_SLOTS, run_ahead + 1))]
+    n_slots = max(N_SLOTS, run_ahead + 1 + captured)
+    slots = [StepSlot(shapes, build.device.allocate) for _ in range(n_slots)]
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, shapes, columns, slots,
-        threads=build.settings.threads, level=build.settings.cpu_level, say=say,
-        debug_addresses=build.settings.debug_addresses == "on",
+        threads=settings.threads, level=settings.cpu_level, say=say, canary=captured,
+        debug_addresses=settings.debug_addresses == "on", mark=NvtxMark() if settings.nvtx == "on" else unmarked,
     )  # fmt: skip
     if isinstance(engine, NativeStep):
-        guard = open_guard(engine, build.weights, columns, slots, shapes, build.settings.heartbeat_s)
+        guard = open_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
         return guard, columns, slots[:-1], 0
+    if captured:
+        from zl.gpu.cuda_guard import open_cuda_guard  # here: it brings triton
+
+        cuda_guard = open_cuda_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
+        return cuda_guard, columns, slots[:-1], run_ahead
     return engine, columns, slots, run_ahead

@@ -244,8 +244,8 @@ class Service:
         self.dispatcher.ensure_room(now)
         ruling = self.policy.rule(request)
         tokens = request.encoding == codec.Encoding.TOKENS
-        if tokens:
-            codec.check_tokens(request, self._vocab_size)
+        if tokens and not _known(request, self._vocab_size):
+            codec.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
         budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
         job = Job(
             conn=conn,
@@ -324,6 +324,17 @@ class Service:
                 self.emitter.fail(job, error, now)
             conn.flush()
         self._nudge()
+
+
+def _known(request: codec.Request, vocab_size: int) -> bool:
+    """Tell whether every packed id is of the vocabulary: one pass in C, for 4,000 ids would take 0.2 ms in Python."""
+    for packed in (request.system, request.context, *request.messages):
+        if len(packed) % codec.TOKEN_BYTES:
+            return False
+        # As unsigned numbers the negative ids are the largest.
+        if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
+            return False
+    return True
 
 
 def _text_bytes(request: codec.Request) -> int:

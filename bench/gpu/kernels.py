@@ -134,6 +134,7 @@ class Kernels:
         s, n = self.shape, min(64, max(self.rows))
         g = self._generator("rope")
         qkv = torch.randn(n, (s.n_heads + 2 * s.n_kv_heads) * s.head_dim, generator=g, device=self.device)
+        bias = torch.randn(qkv.shape[1], generator=g, device=self.device) if s.attention_bias else None
         cos, sin = (table.to(self.device) for table in rope_table(s, self.max_len))
         n_pages = pages_for(n) + 2
         slots = torch.randperm(n_pages * PAGE)[:n].to(torch.int32).to(self.device)
@@ -143,7 +144,7 @@ class Kernels:
         for write in (qkv_rope_write, qkv_rope_write_reference):
             q = torch.zeros(n, s.n_heads, s.head_dim, dtype=torch.bfloat16, device=self.device)
             pool = torch.zeros(2, n_pages, PAGE, s.n_kv_heads, s.head_dim, dtype=torch.bfloat16, device=self.device)
-            write(qkv, cos, sin, positions, slots, tails, self._count(n), q, pool)
+            write(qkv, cos, sin, positions, slots, tails, self._count(n), q, pool, bias=bias)
             found.append((q.double(), pool.double()))
         (q, pool), (q_ref, pool_ref) = found
         worst = max(float((q - q_ref).abs().max()), float((pool - pool_ref).abs().max()))

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One proof (`ok` tells) or one timing (`ok` None).
+    """One proof (`ok` tells), one timing (`ok` None), or what was left out and why (`skipped`).
 
     figures  numbers by name; seconds, bytes and counts
     """
@@ -21,11 +21,16 @@ class Finding:
     ok: bool | None
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
+    skipped: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Name the kind of finding."""
+        return "skip" if self.skipped else "time" if self.ok is None else "ok" if self.ok else "FAIL"
 
     def line(self, dry: bool) -> str:
         """Say it in one line."""
-        mark = "time" if self.ok is None else "ok  " if self.ok else "FAIL"
-        return f"{'DRY ' if dry else ''}{mark} {self.model:14} {self.name:34} {self.text}"
+        return f"{'DRY ' if dry else ''}{self.mark:4} {self.model:14} {self.name:34} {self.text}"
 
 
 class Report:
@@ -43,6 +48,20 @@ class Report:
     def time(self, model: str, name: str, text: str, **figures: Any) -> None:
         """Note a measurement."""
         self._add(Finding(model, name, None, text, figures))
+
+    def skip(self, model: str, name: str, why: str) -> None:
+        """Note what was not done, so that nobody takes its absence for a success."""
+        self._add(Finding(model, name, None, f"SKIPPED: {why}", {}, True))
+
+    def figure(self, model: str, name: str, key: str) -> float | None:
+        """Look up a number of an earlier finding; None where there is none."""
+        found = [f.figures[key] for f in self.findings if (f.model, f.name) == (model, name) and key in f.figures]
+        return float(found[-1]) if found else None
+
+    @property
+    def skipped(self) -> int:
+        """Count what was left out."""
+        return sum(f.skipped for f in self.findings)
 
     @property
     def failed(self) -> int:
@@ -65,7 +84,7 @@ class Report:
         head = [f"# {mark}GPU check on {self.facts['device']}, {self.facts['date']}", ""]
         head += [f"| {mark}result | model | what | found |", "| --- | --- | --- | --- |"]
         rows = [
-            f"| {mark}{'time' if f.ok is None else 'ok' if f.ok else '**FAIL**'} | {f.model} | {f.name} | {f.text} |"
+            f"| {mark}{'**FAIL**' if f.ok is False else f.mark} | {f.model} | {f.name} | {f.text} |"
             for f in self.findings
         ]
         table.write_text("\n".join(head + rows) + "\n")

@@ -13,6 +13,7 @@ import torch
 
 from zl.gpu.cuda import check
 from zl.gpu.cuda_step import CudaStep
+from zl.gpu.heartbeat import with_canary
 from zl.gpu.model import Weights
 from zl.gpu.pinned import FIRST, SAMPLE, RowColumns, StepSlot
 from zl.gpu.source import canonical_shapes
@@ -101,14 +102,19 @@ class RandomTensors(Mapping[str, torch.Tensor]):
 
 
 class Rig:
-    """One engine under test. Row r owns the pages r * k … r * k + k - 1 in a scattered order."""
+    """One engine under test. Row r owns the pages r * k … r * k + k - 1 in a scattered order.
+
+    As a server has it: `wide` has the heartbeat's row and page beyond `shapes`, `all_slots` its slot beyond `slots`.
+    """
 
     def __init__(self, device: Any, shape: ModelShape, shapes: Shapes, n_slots: int = 2):
         self.device, self.shape, self.shapes = device, shape, shapes
-        self.columns = RowColumns(shapes, device.allocate)
-        self.slots = [StepSlot(shapes, device.allocate) for _ in range(n_slots)]
+        self.wide = with_canary(shapes)
+        self.columns = RowColumns(self.wide, device.allocate)
+        self.all_slots = [StepSlot(self.wide, device.allocate) for _ in range(n_slots + 1)]
+        self.slots = self.all_slots[:-1]
         self.engine = CudaStep(
-            shape, RandomTensors(shape, device.torch_device), self.columns, self.slots, shapes,
+            shape, RandomTensors(shape, device.torch_device), self.columns, self.all_slots, self.wide, canary=True,
             device=device.torch_device, debug_addresses=device.kind == "dry",
         )  # fmt: skip
         self.row_pages = shapes.n_pages // shapes.max_rows

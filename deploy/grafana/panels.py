@@ -172,6 +172,10 @@ TRAFFIC = Section("Traffic and errors", (
           "threshold by what was done about it.",
           [(total(rate("zl_truncations_total")), "cut"),
            (total(rate("zl_threshold_exceeded_total"), "limit", "action"), "{{limit}} {{action}}")], "short"),
+    Panel("Journals", "timeseries", "Lines a second in access log and audit file, and entries lost, which are holes in "
+          "the record. No data where neither is kept.",
+          [(total(rate("zl_journal_lines_total"), "journal"), "{{journal}}"),
+           (total(rate("zl_journal_lost_total"), "journal", "reason"), "{{journal}} {{reason}}")]),
     Panel("Tokens", "timeseries", "Tokens a second; constant ones are the part of prompts that was not computed.",
           [(total(rate("zl_tokens_total"), "kind"), "{{kind}}")]),
     Panel("Connections", "timeseries", "Open connections, new ones a second, and those ended without a farewell.",

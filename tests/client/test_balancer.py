@@ -119,3 +119,29 @@ def test_attempts_patience_and_deadline_end_it():
         balancer.busy(each, 0, 60)
     with pytest.raises(ConnectionFailed, match="no endpoint can be used"):
         Retry({}, 0, 30, 9).pause(balancer, 0)
+
+
+def test_an_endpoint_that_drains_comes_last_but_is_not_waited_for():
+    balancer = Balancer(ADDRESSES[:2])
+    first, second = balancer.endpoints
+    retry = Retry({}, 0, 30, 10)
+    retry.failed(balancer, first, Draining("going down"), 0, served=True)
+    assert {balancer.pick(0) for _ in range(5)} == {second}
+    balancer.lost(second, 0)
+    assert balancer.pick(0) is first  # behind its address another may have taken over
+    balancer.alive(second)
+    assert balancer.pick(2) is first  # has no requests, and its time has passed
+    retry.failed(balancer, first, Draining("going down"), 3)  # the first word of a new connection
+    balancer.lost(second, 3)
+    assert balancer.pick(3) is None
+    assert balancer.pick(4.1) is first
+
+
+def test_the_end_of_a_connection_that_was_replaced_says_nothing_about_its_endpoint():
+    balancer = Balancer(ADDRESSES[:1])
+    (endpoint,) = balancer.endpoints
+    retry = Retry({}, 0, 30, 10)
+    retry.failed(balancer, endpoint, StreamBroken("gone"), 0, stale=True)
+    assert balancer.pick(0) is endpoint
+    retry.failed(balancer, endpoint, StreamBroken("gone"), 0)
+    assert balancer.pick(0) is None

@@ -19,6 +19,8 @@ from zl.client import (
     Overloaded,
     Pool,
     StreamBroken,
+    TimedOut,
+    Timeouts,
     Unauthenticated,
 )
 from zl.errors import Code, PeerError
@@ -39,6 +41,23 @@ class BusyServer(FakeServer):
             writer.write(encode_error(error, request.request_id))
         else:
             await super()._answer(request, writer)
+
+
+class LeavingServer(HoldingServer):
+    """Two servers behind one address: once `leaving`, connections that were answered before are refused."""
+
+    def __init__(self, unix=None):
+        super().__init__(unix)
+        self.old, self.leaving, self.refused = set(), False, 0
+
+    async def _answer(self, request, writer):
+        if not self.leaving:
+            self.old.add(writer)
+        elif writer in self.old:
+            self.refused += 1
+            writer.write(encode_error(PeerError(Code.DRAINING, "going down"), request.request_id))
+            return
+        await super()._answer(request, writer)
 
 
 @pytest.fixture
@@ -138,6 +157,56 @@ def test_a_dead_endpoint_is_ejected_probed_and_taken_back(tmp_path):
                 assert [pool.ask("say y").text for _ in range(4)] == ["y "] * 4
                 assert len(late.requests) == 2
         assert clock.slept.count(0) == len(clock.slept)
+
+
+def test_a_server_that_drains_is_left_for_the_one_that_took_its_address(tmp_path):
+    clock = Clock()
+    with LeavingServer(tmp_path / "s") as server, Pool(server.address, clock=clock, sleep=clock.sleep) as pool:
+        held = pool.stream("held to the end")
+        assert server.holding.acquire(timeout=10)
+        assert pool.ask("say x").text == "x "
+        server.leaving = True
+        assert [pool.ask("say y").text for _ in range(5)] == ["y "] * 5
+        assert (server.refused, clock.slept) == (1, [])  # a new connection at once, and the old one never again
+        server.closed.clear()
+        server.release()
+        assert "".join(chunk.text for chunk in held) == "to the end "  # it was not closed on what it still said
+        assert server.closed.wait(10)  # with its last answer it has gone
+        assert in_flight(pool) == [0]
+
+
+def test_asyncio_a_server_that_drains_is_left_for_the_one_that_took_its_address(tmp_path):
+    async def main():
+        clock = Clock()
+        with LeavingServer(tmp_path / "s") as server:
+            async with AsyncPool(server.address, clock=clock, sleep=clock.sleep_async) as pool:
+                held = asyncio.create_task(pool.ask("held to the end"))
+                await until(lambda: server.holding.acquire(blocking=False))
+                assert (await pool.ask("say x")).text == "x "
+                server.leaving = True
+                answers = await asyncio.gather(*(pool.ask("say y") for _ in range(5)))
+                assert [answer.text for answer in answers] == ["y "] * 5
+                assert (server.refused, clock.slept) == (5, [])
+                await pool.ask("say y")
+                server.release()
+                assert (await held).text == "to the end "
+                server.closed.clear()
+                await pool.ask("say z")
+                await until(server.closed.is_set)
+                assert (server.refused, in_flight(pool)) == (5, [0])
+
+    run(main())
+
+
+def test_an_answer_that_times_out_leaves_the_others_of_its_connection_alone(tmp_path):
+    with HoldingServer(tmp_path / "s") as server, Pool(server.address, timeout=Timeouts(5, 0.2, 5)) as pool:
+        begun = pool.stream("hang")
+        assert next(begun).text == "one "
+        with pytest.raises(TimedOut):
+            pool.ask("silent")
+        assert next(begun).text == "two "
+        assert pool.ask("say x").text == "x "
+        begun.close()
 
 
 def test_a_restarted_server_is_connected_to_again(tmp_path):

@@ -66,7 +66,9 @@ def snapshot(root: Path) -> dict[str, tuple]:
 
 def run_zl(root: Path, prefix: str = "opt/zl") -> str:
     command = [str(root / prefix / "bin" / "zl"), "--version"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", timeout=60).stdout.strip()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # another zl that must not get in
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env, timeout=60)
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from zl.gpu.kernels import compile as compile_file
-from zl.gpu.kernels.compile import CAPABILITIES, SHARED_LIMIT, Compiled
+from zl.gpu.kernels.compile import CAPABILITIES, MODELS, SHARED_LIMIT, Compiled
 
 ROOT = Path(__file__).parent.parent.parent
 
 KERNELS = (
+    "checksum",
     "context_loader",
     "context_start",
     "decode_attention",
@@ -63,7 +64,7 @@ def test_every_kernel_compiles_without_spills_within_shared_memory(compiled, cap
         assert c.frame_bytes == 0, f"{where} spills {c.frame_bytes} bytes a thread"
         assert c.shared_bytes <= SHARED_LIMIT, f"{where} takes {c.shared_bytes} bytes of shared memory"
         assert 0 < c.registers <= 255, where
-    for model in ("Llama-3.1-8B", "SmolLM2-135M"):
+    for model in (shape.name for shape in MODELS):
         for capability in CAPABILITIES:
             names = {c.name.split()[0] for c in compiled if (c.model, c.capability) == (model, capability)}
             assert names == set(KERNELS)
@@ -81,7 +82,7 @@ def test_decode_and_prefill_sum_in_the_same_layout_and_never_contract(compiled):
     for c in compiled:
         if c.name.startswith(("decode", "prefill")):
             by_model.setdefault((c.model, c.capability), {})[c.name.split()[0]] = c
-    assert len(by_model) == 4
+    assert len(by_model) == len(MODELS) * len(CAPABILITIES)
     for kernels in by_model.values():
         decode, prefill, combine = (kernels[n] for n in ("decode_attention", "prefill_attention", "decode_combine"))
         assert decode.mma == prefill.mma

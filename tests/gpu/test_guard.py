@@ -13,13 +13,14 @@ import torch
 from tests.gpu.native_kit import random_weights, tiny
 from tests.tiny_model import write_tiny
 from zl.dispatch import Dispatcher, Limits
-from zl.gpu.guard import FromPacked, FromSource, Guard
+from zl.gpu.guard import Guard
 from zl.gpu.heartbeat import Patrol, with_canary
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.model import Weights
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
 from zl.gpu.programs import Tensors
+from zl.gpu.renewal import FromPacked, FromSource
 from zl.gpu.weights import open_model
 from zl.pages import PageBooks
 from zl.rows import Job, Rows

@@ -15,7 +15,7 @@ from zl.gpu.kernels.paged_block import group_rows
 from zl.gpu.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from zl.shapes import PAGE
 
-HEADS = [(2, 2, 64), (3, 1, 64), (4, 1, 128), (8, 1, 64), (6, 2, 128)]
+HEADS = [(2, 2, 64), (3, 1, 64), (4, 1, 128), (8, 1, 64), (6, 2, 128), (7, 1, 64), (14, 2, 128)]
 SPLIT = split_tokens(640)
 
 
@@ -90,7 +90,7 @@ def test_decode_serves_256_rows_and_each_as_if_alone():
             assert torch.equal(alone[s], together[s])
 
 
-@pytest.mark.parametrize(("n_heads", "n_kv", "head_dim"), [(3, 1, 64), (8, 1, 128), (2, 2, 64)])
+@pytest.mark.parametrize(("n_heads", "n_kv", "head_dim"), [(3, 1, 64), (7, 1, 128), (8, 1, 128), (2, 2, 64)])
 def test_a_token_has_the_same_bits_in_decode_and_in_any_chunk(n_heads, n_kv, head_dim):
     start = SPLIT - 3
     n = 6  # the chunk crosses a split

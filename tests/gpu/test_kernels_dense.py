@@ -184,7 +184,9 @@ def test_silu_mul_refuses_wrong_arguments():
 
 @settings(max_examples=20, deadline=None)
 @given(
-    heads=st.sampled_from([(1, 1, 64), (3, 1, 64), (4, 1, 128), (8, 1, 64), (9, 3, 64), (6, 6, 128)]),
+    heads=st.sampled_from(
+        [(1, 1, 64), (3, 1, 64), (4, 1, 128), (7, 1, 64), (8, 1, 64), (9, 3, 64), (6, 6, 128), (28, 4, 128)]
+    ),
     n=st.integers(1, 5),
     live=st.integers(0, 5),
     bias=st.booleans(),

@@ -43,7 +43,7 @@ class House:
     lockstep  the engine waits after each result until the test has taken it, so that a test can say what comes between
     """
 
-    def __init__(self, *, n_pages=40, run_ahead=1, shapes=SHAPES, share=True, lockstep=True):
+    def __init__(self, *, n_pages=40, run_ahead=1, shapes=SHAPES, share=True, lockstep=True, **loop_options):
         self.lockstep = lockstep
         self.taken = threading.Semaphore(0)
         self.shapes = shapes
@@ -56,7 +56,7 @@ class House:
         self.results: queue.Queue[StepResult | BaseException] = queue.Queue()
         self.loop = GenerationLoop(
             shapes, self.engine, self.slots, self.rows.control, self.publish, self.results.put,
-            run_ahead=run_ahead, chunk_tokens=16,
+            run_ahead=run_ahead, chunk_tokens=16, **loop_options,
         )  # fmt: skip
         self.dispatcher = Dispatcher(
             shapes, self.rows, self.pages, self.columns, self.loop.seat, Limits(share_prefixes=share)
@@ -312,6 +312,56 @@ def test_random_schedules_change_no_token(house, seed):
     for request_id, answer in wanted.items():
         assert h.answers[request_id] == answer, request_id
     assert h.dispatcher.counters.seated == h.dispatcher.counters.retired
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2])
+def test_a_loop_that_runs_ahead_lets_its_steps_end_for_what_is_due(house, run_ahead):
+    """The guard's checks need an empty stream, which a loop that always runs ahead never has by itself."""
+    made: list[House] = []  # the loop asks before the house stands
+    seen: list[frozenset[int]] = []
+    again = [4]
+
+    def between() -> None:
+        for h in made:
+            seen.extend([h.engine.reading()] if h.rows.in_use else [])
+            again[0] = h.steps + 4
+
+    h = house(run_ahead=run_ahead, due=lambda: any(h.steps >= again[0] for h in made), between=between)
+    made.append(h)
+    for i in range(4):
+        h.submit(i, [i, i + 1], seed=i, max_new=30, ignore_eos=True)
+    h.settle()
+    assert len(seen) >= 5, "between was called while rows decoded"
+    assert not any(seen), "a step was in flight"
+    for i in range(4):
+        assert h.answers[i] == expected_answer([i, i + 1], i, 30, True)
+
+
+def test_a_loop_for_which_nothing_is_due_runs_ahead(house):
+    made: list[House] = []
+    seen: list[int] = []
+    h = house(run_ahead=1, due=lambda: False, between=lambda: seen.extend(h.steps for h in made))
+    made.append(h)
+    h.submit(1, [1, 2], seed=1, max_new=30, ignore_eos=True)
+    h.settle()
+    assert not [step for step in seen if 2 < step < 28]
+
+
+def test_planning_can_be_marked(house):
+    names = []
+
+    def mark(name, call):
+        def marked(*args):
+            names.append(name)
+            return call(*args)
+
+        return marked
+
+    h = house(mark=mark)
+    h.submit(1, [1, 2], seed=1, max_new=5, ignore_eos=True)
+    h.settle()
+    assert set(names) == {"plan"}
+    assert len(names) >= 5
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.gpu.test_cuda_step import SHAPE, SHAPES, make_tensors
+from zl.config import load
 from zl.errors import DeviceError
+from zl.gpu.cuda_guard import CudaGuard
 from zl.gpu.cuda_step import CudaStep
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import open_engine
 from zl.gpu.torch_step import TorchStep
+from zl.server import open_build
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -64,10 +70,37 @@ def test_bfloat16_on_cuda_takes_the_captured_program_and_uploads_with_progress()
     engine.close()
 
 
-def test_float32_on_cuda_takes_the_twin_and_says_so():
-    engine, _, lines, _ = opened("float32")
+def test_float32_on_cuda_takes_the_twin_and_says_so(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        engine, _, lines, _ = opened("float32")
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.set_float32_matmul_precision(precision)
     assert isinstance(engine, TorchStep)
     assert "float32 takes the slow twin" in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the sampler, past the vocabulary: NumPy tells
+def test_a_server_on_cuda_guards_the_program_and_keeps_its_slot_from_the_loop():
+    device = NoGpu()
+    device.allocate = np.zeros
+    settings = load({"heartbeat_s": 30, "debug_addresses": "on"}, environ={})
+    build = SimpleNamespace(
+        device=device, settings=settings, dtype="bfloat16", shapes=SHAPES, model=SHAPE, weights=Source()
+    )  # fmt: skip
+    engine, columns, slots, run_ahead = open_build(build, lambda _: None)
+    assert isinstance(engine, CudaGuard)
+    assert (len(slots), run_ahead) == (2, 1)
+    assert columns.prompt_ids.shape[0] == SHAPES.max_rows + 1
+    assert len(engine._slots) == 3
+    assert engine._own == 2
+    assert engine.heartbeat._period_s == 30
+    engine.close()
 
 
 def test_debug_addresses_reaches_the_program():

@@ -130,3 +130,11 @@ def plain_server(tmp_path_factory, gguf_path) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def constant_prompt() -> str:
     return CONSTANT_PROMPT
+
+
+@pytest.fixture(scope="session")
+def tiny_artifacts(tmp_path_factory) -> list[Path]:
+    """Three tiny models that answer differently, as artifacts: servers that start in two seconds."""
+    from bench.fleet import make_artifacts
+
+    return make_artifacts(tmp_path_factory.mktemp("tiny"), 3)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from zl import __version__
-from zl.cli import ask, build, chat, dissect, doctor, frame, load, nc, pull, serve, top
+from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
 from zl.errors import ZlError
 
 COMMANDS = {
@@ -26,6 +26,8 @@ COMMANDS = {
     "nc": nc,
     "dissect": dissect,
     "load": load,
+    "switch": switch,
+    "hold": hold,
     "top": top,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from typing import Any
 
 from zl.config import SETTINGS, Settings, load, spec_of
 from zl.ops.notify import Notifier
@@ -37,12 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         shown = setting.default if setting.default is not dataclasses.MISSING else "TCP port 7433 and a Unix socket"
         default = f" (default: {shown})" if shown not in ("", 0) else ""
+        bare: dict[str, Any] = {"nargs": "?", "const": spec.bare} if spec.bare else {}
         parser.add_argument(
             "--" + setting.name.replace("_", "-"),
             dest=f"set_{setting.name}",
             metavar=spec.metavar,
             action="append" if spec.many else "store",
             help=(spec.help + default).replace("%", "%%"),
+            **bare,
         )
 
 

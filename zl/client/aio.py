@@ -107,6 +107,21 @@ class AsyncClient:
             raise ConnectionFailed(self._wire.closed)
         return time.monotonic() - start
 
+    @property
+    def in_flight(self) -> int:
+        """Count the requests whose last frame has not come."""
+        return self._wire.in_flight
+
+    @property
+    def served(self) -> bool:
+        """Say whether any answer has begun on this connection."""
+        return self._wire.served
+
+    @property
+    def closed(self) -> str:
+        """Why the connection is known to be gone; empty while it is not."""
+        return self._wire.closed
+
     async def close(self) -> None:
         """Close the connection; the server cancels what is still running. Closing twice is fine."""
         self._wire.lost("this client was closed")

@@ -1,6 +1,7 @@
 """The pool for asyncio: the same calls as `Pool`, awaited. The rules are the balancer's.
 
-State: one connection an endpoint, and the probes under way. For one loop; not for use from other threads.
+State: one connection an endpoint, those to servers that drain until their answers have ended, and the probes under
+way. For one loop; not for use from other threads.
 """
 
 from __future__ import annotations
@@ -8,13 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Self, Unpack
+from typing import NamedTuple, Self, Unpack
 
 from zl.client.aio import AsyncClient, AsyncStream
 from zl.client.balancer import Balancer, Endpoint, Retry
-from zl.client.errors import ConnectionFailed, ZlClientError
+from zl.client.errors import ConnectionFailed, Draining, StreamBroken, TimedOut, ZlClientError
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
 from zl.client.pool import ATTEMPTS, PATIENCE_S
+
+
+class AsyncAttempt(NamedTuple):
+    """Where a request is: its endpoint, the connection there, the answer on it."""
+
+    endpoint: Endpoint
+    client: AsyncClient
+    stream: AsyncStream
 
 
 class AsyncPool:
@@ -40,7 +49,9 @@ class AsyncPool:
         self._sleep = sleep
         self._connecting = {each: asyncio.Lock() for each in self._balancer.endpoints}
         self._clients: dict[Endpoint, AsyncClient] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: list[AsyncClient] = []
+        self._probes: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -62,10 +73,11 @@ class AsyncPool:
     async def close(self) -> None:
         """Close all connections. Closing twice is fine."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        clients, self._clients = list(self._clients.values()), {}
+        for probe in self._probes:
+            probe.cancel()
+        await asyncio.gather(*self._probes, *self._closing, return_exceptions=True)
+        clients = [*self._clients.values(), *self._leaving]
+        self._clients, self._leaving = {}, []
         for client in clients:
             await client.close()
 
@@ -75,34 +87,49 @@ class AsyncPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def begin(self, messages: Messages, retry: Retry) -> tuple[Endpoint, AsyncStream]:
+    async def begin(self, messages: Messages, retry: Retry) -> AsyncAttempt:
         """Send a request to an endpoint that takes it, waiting for one if need be."""
         while True:
+            self._sweep()
             endpoint = await self._pick(retry)
+            client: AsyncClient | None = None
             try:
                 client = await self._client(endpoint)
-                return endpoint, client.stream(messages, **retry.options(self._clock()))
+                return AsyncAttempt(endpoint, client, client.stream(messages, **retry.options(self._clock())))
             except ZlClientError as error:
                 self.end(endpoint)
                 if not isinstance(error, ConnectionFailed):
                     raise
-                await self.failed(endpoint, error, retry)
+                await self.failed(endpoint, client, error, retry)
             except BaseException:
                 self.end(endpoint)
                 raise
 
-    async def failed(self, endpoint: Endpoint, error: ZlClientError, retry: Retry) -> None:
-        """Note a failure; return where the request may be tried again, raise it where not."""
+    async def failed(
+        self, endpoint: Endpoint, client: AsyncClient | None, error: ZlClientError, retry: Retry
+    ) -> None:
+        """Note a failure on a connection, or to get one; return where the request may be tried again, raise it else."""
+        current = client is not None and self._clients.get(endpoint) is client
+        stale = client is not None and not current
+        served = client is not None and client.served
         try:
-            retry.failed(self._balancer, endpoint, error, self._clock())
+            retry.failed(self._balancer, endpoint, error, self._clock(), served=served, stale=stale)
         finally:
-            client = self._clients.pop(endpoint, None) if endpoint.probe_at is not None else None
-            if client is not None:
-                await client.close()
+            if current and isinstance(error, ConnectionFailed | StreamBroken):
+                await self._clients.pop(endpoint).close()
+            elif current and isinstance(error, Draining | TimedOut):
+                self._leaving.append(self._clients.pop(endpoint))  # others' answers on it go on
+            self._sweep()
 
     def end(self, endpoint: Endpoint) -> None:
         """Take the end of a request at an endpoint."""
         self._balancer.done(endpoint)
+
+    def _sweep(self) -> None:
+        """Close the connections that were given up and whose last answer has ended."""
+        for client in [each for each in self._leaving if not each.in_flight]:
+            self._leaving.remove(client)
+            _keep(self._closing, asyncio.create_task(client.close(), name="zl client close"))
 
     async def _pick(self, retry: Retry) -> Endpoint:
         while True:
@@ -110,9 +137,7 @@ class AsyncPool:
                 raise ConnectionFailed("this pool was closed")
             now = self._clock()
             for each in self._balancer.due(now):
-                task = asyncio.create_task(self._probe(each), name="zl client probe")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                _keep(self._probes, asyncio.create_task(self._probe(each), name="zl client probe"))
             endpoint = self._balancer.pick(now)
             if endpoint is not None:
                 return endpoint
@@ -121,6 +146,9 @@ class AsyncPool:
     async def _client(self, endpoint: Endpoint) -> AsyncClient:
         async with self._connecting[endpoint]:
             client = self._clients.get(endpoint)
+            if client is not None and client.closed:  # found out while nothing was being answered on it
+                await client.close()
+                client = None
             if client is None:
                 client = await AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token)
                 self._clients[endpoint] = client
@@ -138,11 +166,11 @@ class AsyncPool:
         except BaseException:
             await client.close()
             raise
-        old = self._clients.get(endpoint)
+        if endpoint in self._clients:
+            self._leaving.append(self._clients[endpoint])
         self._clients[endpoint] = client
         self._balancer.alive(endpoint)
-        if old is not None:
-            await old.close()
+        self._sweep()
 
 
 class AsyncPoolStream:
@@ -152,7 +180,7 @@ class AsyncPoolStream:
         self._pool = pool
         self._messages = messages
         self._retry = retry
-        self._at: tuple[Endpoint, AsyncStream] | None = None  # where the request is; counts as in flight there
+        self._at: AsyncAttempt | None = None  # where the request is; counts as in flight there
         self._last: AsyncStream | None = None
         self._ended = False
         self._starting: asyncio.Task[None] | None = self._start()
@@ -173,15 +201,15 @@ class AsyncPoolStream:
                     self._starting = None
                 if self._at is None:
                     break  # closed meanwhile
-                return await anext(self._at[1])
+                return await anext(self._at.stream)
             except ZlClientError as error:
                 if self._at is None:
                     self._ended = True
                     raise
-                endpoint = self._at[0]
+                at = self._at
                 self._leave()
                 try:
-                    await self._pool.failed(endpoint, error, self._retry)
+                    await self._pool.failed(at.endpoint, at.client, error, self._retry)
                 except BaseException:
                     self._ended = True
                     raise
@@ -194,7 +222,7 @@ class AsyncPoolStream:
     def cancel(self) -> None:
         """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
         if self._at is not None:
-            self._at[1].cancel()
+            self._at.stream.cancel()
         elif self._starting is not None:
             self._ended = True
             self._starting.cancel()
@@ -207,7 +235,7 @@ class AsyncPoolStream:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
         if self._at is not None:
-            await self._at[1].close()
+            await self._at.stream.close()
             self._leave()
 
     aclose = close
@@ -215,7 +243,7 @@ class AsyncPoolStream:
     def _start(self) -> asyncio.Task[None]:
         async def begin() -> None:
             self._at = await self._pool.begin(self._messages, self._retry)
-            self._last = self._at[1]
+            self._last = self._at.stream
 
         task = asyncio.get_running_loop().create_task(begin(), name="zl client request")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever never iterates never asks
@@ -223,7 +251,7 @@ class AsyncPoolStream:
 
     def _leave(self) -> None:
         if self._at is not None:
-            self._pool.end(self._at[0])
+            self._pool.end(self._at.endpoint)
             self._at = None
 
     async def __aenter__(self) -> Self:
@@ -234,3 +262,9 @@ class AsyncPoolStream:
 
     def __del__(self) -> None:
         self._leave()  # the stream inside cancels its request in its own __del__
+
+
+def _keep(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    """Hold a task until it is done: the loop itself holds it only weakly."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

@@ -28,7 +28,7 @@ LONGEST_DELAY_S = 30.0
 BUSY_S = 0.1
 """Pause of an endpoint that is overloaded and gave no hint."""
 LEAVING_S = 1.0
-"""Pause of an endpoint that drains or has failed inside; when it is gone, its connection ends and it is ejected."""
+"""How long an endpoint that drains or has failed inside comes last; when it is gone, its connection ends."""
 PROBING_S = 0.02
 """How soon to look again while a probe is under way."""
 
@@ -36,13 +36,14 @@ PROBING_S = 0.02
 class Endpoint:
     """One server. `probe_at` None: it is taken to be alive; otherwise when it is to be tried next."""
 
-    __slots__ = ("address", "failures", "free_at", "in_flight", "probe_at", "probing")
+    __slots__ = ("address", "failures", "free_at", "in_flight", "leaving_until", "probe_at", "probing")
 
     def __init__(self, address: str):
         self.address = address
         self.in_flight = 0
         self.failures = 0
         self.free_at = 0.0
+        self.leaving_until = 0.0
         self.probe_at: float | None = None
         self.probing = False
 
@@ -72,10 +73,15 @@ class Balancer:
         usable = [each for each in self.endpoints if each.probe_at is None and each.free_at <= now]
         if not usable:
             return None
-        # Equals take turns: with one request at a time the first would otherwise get them all.
+        # One that drains comes last, but it comes: behind its address there may be another server, which takes new
+        # connections. Equals take turns: with one request at a time the first would otherwise get them all.
         self._turn += 1
         n = len(self.endpoints)
-        best = min(usable, key=lambda each: (each.in_flight, (self.endpoints.index(each) - self._turn) % n))
+
+        def rank(each: Endpoint) -> tuple[bool, int, int]:
+            return each.leaving_until > now, each.in_flight, (self.endpoints.index(each) - self._turn) % n
+
+        best = min(usable, key=rank)
         best.in_flight += 1
         return best
 
@@ -93,6 +99,10 @@ class Balancer:
     def busy(self, endpoint: Endpoint, now: float, seconds: float) -> None:
         """Spare an endpoint for a while: it is alive but asked for it."""
         endpoint.free_at = max(endpoint.free_at, now + seconds)
+
+    def leaving(self, endpoint: Endpoint, now: float) -> None:
+        """Prefer the others for a while: the server at the end of the connection drains."""
+        endpoint.leaving_until = now + LEAVING_S
 
     def lost(self, endpoint: Endpoint, now: float) -> None:
         """Eject an endpoint whose connection failed; the first probe is due at once."""
@@ -146,17 +156,35 @@ class Retry:
             raise DeadlineExceeded(f"the deadline passed before any endpoint answered: {self.last}") from self.last
         return cast("Options", {**self._options, "deadline_ms": left_ms})
 
-    def failed(self, balancer: Balancer, endpoint: Endpoint, error: ZlClientError, now: float) -> None:
-        """Note a failure for the endpoint; return where the request may be tried again, raise it where not."""
+    def failed(
+        self,
+        balancer: Balancer,
+        endpoint: Endpoint,
+        error: ZlClientError,
+        now: float,
+        *,
+        served: bool = False,
+        stale: bool = False,
+    ) -> None:
+        """Note a failure for the endpoint; return where the request may be tried again, raise it where not.
+
+        served  the connection had answered before. Where it drains now, a new one to the same address may well reach
+                the server that takes over (a shared socket, a load balancer): nothing is waited for. A connection
+                whose first word is DRAINING says that nobody has taken over yet.
+        stale   a newer connection has replaced it: what happens to it says nothing about the endpoint
+        """
         again = error.tokens_received == 0
         if isinstance(error, ConnectionFailed | StreamBroken):
-            balancer.lost(endpoint, now)
+            if not stale:
+                balancer.lost(endpoint, now)
         elif isinstance(error, Overloaded):
             balancer.busy(endpoint, now, error.retry_after or BUSY_S)
+        elif isinstance(error, Draining) and (served or stale):
+            balancer.leaving(endpoint, now)
         elif isinstance(error, Draining) or (isinstance(error, ServerError) and error.code == Code.INTERNAL):
             balancer.busy(endpoint, now, error.retry_after or LEAVING_S)
         else:
-            if isinstance(error, TimedOut):
+            if isinstance(error, TimedOut) and not stale:
                 balancer.lost(endpoint, now)  # a ping will tell whether it is there
             again = False
         self._left -= 1

@@ -1,7 +1,8 @@
 """A client for several servers: each request goes to the one with the fewest in flight, and to another if that fails.
 
-State: one connection an endpoint, made when needed and again when it was lost. The rules are the balancer's. Threads
-may share a pool. Refuses asyncio; aio_pool.py is the same for it.
+State: one connection an endpoint, made when needed and again when it was lost or its server drains; one to a server
+that drains stays until its answers have ended. The rules are the balancer's. Threads may share a pool. Refuses
+asyncio; aio_pool.py is the same for it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Self, Unpack
+from typing import NamedTuple, Self, Unpack
 
 from zl.client.balancer import Balancer, Endpoint, Retry
-from zl.client.errors import ConnectionFailed, ZlClientError
+from zl.client.errors import ConnectionFailed, Draining, StreamBroken, TimedOut, ZlClientError
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
 from zl.client.sync import Client, Stream
 
 PATIENCE_S = 30.0
 ATTEMPTS = 10
+
+
+class Attempt(NamedTuple):
+    """Where a request is: its endpoint, the connection there, the answer on it."""
+
+    endpoint: Endpoint
+    client: Client
+    stream: Stream
 
 
 class Pool:
@@ -52,6 +61,7 @@ class Pool:
         self._lock = threading.RLock()
         self._connecting = {each: threading.Lock() for each in self._balancer.endpoints}
         self._clients: dict[Endpoint, Client] = {}
+        self._leaving: list[Client] = []
         self._closed = False
 
     @property
@@ -74,7 +84,8 @@ class Pool:
         """Close all connections. Closing twice is fine."""
         with self._lock:
             self._closed = True
-            clients, self._clients = list(self._clients.values()), {}
+            clients = [*self._clients.values(), *self._leaving]
+            self._clients, self._leaving = {}, []
         for client in clients:
             client.close()
 
@@ -84,39 +95,57 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, messages: Messages, retry: Retry) -> tuple[Endpoint, Stream]:
+    def begin(self, messages: Messages, retry: Retry) -> Attempt:
         """Send a request to an endpoint that takes it, waiting for one if need be."""
         while True:
             endpoint = self._pick(retry)
+            client: Client | None = None
             try:
                 options = retry.options(self._clock())
-                return endpoint, self._client(endpoint).stream(messages, **options)
+                client = self._client(endpoint)
+                return Attempt(endpoint, client, client.stream(messages, **options))
             except ZlClientError as error:
                 self.end(endpoint)
                 if not isinstance(error, ConnectionFailed):
                     raise
-                self.failed(endpoint, error, retry)
+                self.failed(endpoint, client, error, retry)
             except BaseException:
                 self.end(endpoint)
                 raise
 
-    def failed(self, endpoint: Endpoint, error: ZlClientError, retry: Retry) -> None:
-        """Note a failure; return where the request may be tried again, raise it where not."""
-        client: Client | None = None
+    def failed(self, endpoint: Endpoint, client: Client | None, error: ZlClientError, retry: Retry) -> None:
+        """Note a failure on a connection, or to get one; return where the request may be tried again, raise it else."""
+        served = client is not None and client.served
+        over: Client | None = None
         try:
             with self._lock:
+                current = client is not None and self._clients.get(endpoint) is client
+                stale = client is not None and not current
                 try:
-                    retry.failed(self._balancer, endpoint, error, self._clock())
+                    retry.failed(self._balancer, endpoint, error, self._clock(), served=served, stale=stale)
                 finally:
-                    client = self._clients.pop(endpoint, None) if endpoint.probe_at is not None else None
+                    if current and isinstance(error, ConnectionFailed | StreamBroken):
+                        over = self._clients.pop(endpoint)
+                    elif current and isinstance(error, Draining | TimedOut):
+                        self._leaving.append(self._clients.pop(endpoint))  # others' answers on it go on
         finally:
-            if client is not None:
-                client.close()
+            if over is not None:
+                over.close()
+            self._sweep()
 
     def end(self, endpoint: Endpoint) -> None:
         """Take the end of a request at an endpoint."""
         with self._lock:
             self._balancer.done(endpoint)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close the connections that were given up and whose last answer has ended."""
+        with self._lock:
+            over = [each for each in self._leaving if not each.in_flight]
+            self._leaving = [each for each in self._leaving if each not in over]
+        for each in over:
+            each.close()
 
     def _pick(self, retry: Retry) -> Endpoint:
         while True:
@@ -139,6 +168,9 @@ class Pool:
         with self._connecting[endpoint]:
             with self._lock:
                 client = self._clients.get(endpoint)
+            if client is not None and client.closed:  # found out while nothing was being answered on it
+                client.close()
+                client = None
             if client is None:
                 client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token)
                 self._keep(endpoint, client)
@@ -163,12 +195,13 @@ class Pool:
         with self._lock:
             closed = self._closed
             old = None if closed else self._clients.get(endpoint)
+            if old is not None:
+                self._leaving.append(old)
             if not closed:
                 self._clients[endpoint] = client
         if closed:
             client.close()
-        if old is not None:
-            old.close()
+        self._sweep()
 
 
 class PoolStream:
@@ -179,18 +212,18 @@ class PoolStream:
         self._messages = messages
         self._retry = retry
         self._open = False
-        self._endpoint, self._stream = pool.begin(messages, retry)
+        self._at = pool.begin(messages, retry)
         self._open = True
 
     @property
     def result(self) -> Result | None:
         """How the answer ended; None before its end."""
-        return self._stream.result
+        return self._at.stream.result
 
     @property
     def address(self) -> str:
         """Who answers."""
-        return self._endpoint.address
+        return self._at.endpoint.address
 
     def __iter__(self) -> Self:
         return self
@@ -198,7 +231,7 @@ class PoolStream:
     def __next__(self) -> Chunk:
         while True:
             try:
-                return next(self._stream)
+                return next(self._at.stream)
             except StopIteration:
                 self._end()
                 raise
@@ -206,24 +239,24 @@ class PoolStream:
                 if not self._open:
                     raise
                 self._end()
-                self._pool.failed(self._endpoint, error, self._retry)
-            self._endpoint, self._stream = self._pool.begin(self._messages, self._retry)
+                self._pool.failed(self._at.endpoint, self._at.client, error, self._retry)
+            self._at = self._pool.begin(self._messages, self._retry)
             self._open = True
 
     def cancel(self) -> None:
         """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
-        self._stream.cancel()
+        self._at.stream.cancel()
 
     def close(self) -> None:
         """Stop reading; a request that still runs is cancelled. Closing twice is fine."""
         if self._open:
-            self._stream.close()
+            self._at.stream.close()
             self._end()
 
     def _end(self) -> None:
         if self._open:
             self._open = False
-            self._pool.end(self._endpoint)
+            self._pool.end(self._at.endpoint)
 
     def __enter__(self) -> Self:
         return self

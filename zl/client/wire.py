@@ -64,12 +64,18 @@ class Wire:
         self._outgoing: list[bytes] = []
         self._pings = 0
         self._pongs = 0
+        self._answered = False
         self.closed = ""
 
     @property
     def in_flight(self) -> int:
         """Requests whose last frame has not come."""
         return len(self._calls)
+
+    @property
+    def served(self) -> bool:
+        """Say whether any answer has begun on this connection."""
+        return self._answered or any(call.n_tokens for call in self._calls.values())
 
     def open(self, fields: Mapping[str, Any], wake: Callable[[], None] | None = None) -> tuple[Call, bytes]:
         """Begin a request; return it and the frame to send. `wake` is called when something has come for it.
@@ -133,7 +139,8 @@ class Wire:
         """End all calls: the connection is gone."""
         self.closed = self.closed or reason
         for call in list(self._calls.values()):
-            self._end(call, StreamBroken(f"the answer broke off: {self.closed}", tokens_received=call.n_tokens))
+            text = f"the answer broke off after {call.n_tokens} tokens: {self.closed}"
+            self._end(call, StreamBroken(text, tokens_received=call.n_tokens))
 
     def _take(self, response: Response) -> None:
         call = self._calls.get(response.request_id)
@@ -169,6 +176,7 @@ class Wire:
 
     def _end(self, call: Call, error: ZlClientError | None) -> None:
         self._calls.pop(call.request_id, None)
+        self._answered = self._answered or call.n_tokens > 0 or call.result is not None
         call.ended = True
         call.error = call.error or error
         if call.wake is not None:

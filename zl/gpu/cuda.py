@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,78 @@ def device_count() -> int:
         return int(check(runtime().cudaGetDeviceCount(), "cudaGetDeviceCount"))
     except DeviceError:
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Whether host memory can be registered for the device, in one line for people.
+
+    works        None where there is nothing to try it with: no driver, bindings or GPU
+    limit_bytes  the locked-memory limit of this process; None: unlimited
+    text         what was found, with the remedy where something is wrong
+    """
+
+    works: bool | None
+    limit_bytes: int | None
+    text: str
+
+    @property
+    def doubtful(self) -> bool:
+        """Tell whether a server that needs what was asked about may fail to start."""
+        return self.works is False
+
+
+PROBE_BYTES = 1 << 20
+
+
+def host_memory(need_bytes: int = 0) -> HostMemory:
+    """Try host registration as a server does it, and read the locked-memory limit; registers 1 MiB and gives it back.
+
+    need_bytes  what a server would register: its arena and columns; 0: only the probe
+    Opens the device's context in this process where there is a device. Raises nothing.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = None if soft == resource.RLIM_INFINITY else soft
+    said = "no locked-memory limit" if limit is None else f"locked-memory limit {limit / 2**20:,.1f} MiB"
+    remedy = ""
+    if limit is not None and limit < max(need_bytes, PROBE_BYTES):
+        # Drivers differ in whether page-locking counts against the limit, so this alone is no verdict.
+        remedy = (
+            f"; below the {max(need_bytes, PROBE_BYTES) / 2**20:,.1f} MiB that are needed: where a start fails with "
+            "cudaErrorMemoryAllocation, raise it (ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit)"
+        )
+    if not has_driver():
+        return HostMemory(None, limit, f"not tried, no CUDA driver; {said}{remedy}")
+    try:
+        bindings = runtime()
+        if device_count() == 0:
+            return HostMemory(None, limit, f"not tried, no GPU is visible; {said}{remedy}")
+        seen = _probe_registration(bindings)
+    except DeviceError as refused:
+        return HostMemory(None if refused.call == "import" else False, limit, f"{refused}; {said}{remedy}")
+    return HostMemory(True, limit, f"host registration works, {seen}; {said}{remedy}")
+
+
+def _probe_registration(bindings: Any) -> str:
+    """Register and give back a probe; say how the device sees it."""
+    region = mmap.mmap(-1, PROBE_BYTES)
+    anchor = ctypes.c_char.from_buffer(region)
+    address = ctypes.addressof(anchor)
+    try:
+        flags = REGISTER_MAPPED | REGISTER_PORTABLE
+        try:
+            check(bindings.cudaHostRegister(address, PROBE_BYTES, flags), "cudaHostRegister")
+            try:
+                seen = int(check(bindings.cudaHostGetDevicePointer(address, 0), "cudaHostGetDevicePointer"))
+            finally:
+                check(bindings.cudaHostUnregister(address), "cudaHostUnregister")
+        except DeviceError:
+            bindings.cudaGetLastError()
+            raise
+    finally:
+        del anchor
+        region.close()
+    return "mapped at the host's own address" if seen == address else "mapped at another address for the device"
 
 
 class CudaDevice:

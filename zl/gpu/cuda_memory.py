@@ -6,6 +6,7 @@ State: none. Refuses triton, cuda, rows, net and asyncio: the plan is made, and 
 
 from __future__ import annotations
 
+from zl.errors import DeviceError
 from zl.gpu.kernels.attention import split_tokens
 from zl.shapes import TOKEN_BUCKETS, ModelShape, Shapes
 
@@ -17,6 +18,32 @@ NODE_BYTES = 16 << 10
 
 MODULE_BYTES = 128 << 20
 """Estimate of the loaded kernels and their local memory; the CUDA context itself is no part of what is free."""
+
+
+SHARED_BYTES = 163 << 10
+"""Shared memory that a program may need: what sm_80 and sm_90 have. sm_86 and sm_89 have 99 KiB."""
+
+
+def check_device(name: str, major: int, minor: int, shared_bytes: int) -> int:
+    """Refuse a device that the kernels do not run on; return its capability's major number times ten.
+
+    shared_bytes  most shared memory of one program
+    Raises        DeviceError
+    """
+    if major < 8:
+        raise DeviceError(
+            f"{name} has compute capability {major}.{minor}; bfloat16 needs 8.0 (A100) or later: serve with "
+            "--dtype float32, or with --device cpu",
+            call="cudaGetDeviceProperties",
+        )
+    if shared_bytes < SHARED_BYTES:
+        raise DeviceError(
+            f"{name} (compute capability {major}.{minor}) gives a program {shared_bytes >> 10} KiB of shared memory, "
+            f"the kernels are built for {SHARED_BYTES >> 10} KiB (A100, H100 and later): serve with --dtype float32, "
+            "or with --device cpu",
+            call="cudaGetDeviceProperties",
+        )
+    return 10 * major
 
 
 def token_buckets(step_tokens: int) -> tuple[int, ...]:
@@ -37,10 +64,13 @@ def weight_bytes(shape: ModelShape, *, o_bias: bool = False) -> int:
     return 2 * (shape.n_layers * matrices + tables) + 4 * (shape.n_layers * vectors + shape.hidden)
 
 
-def buffer_bytes(shape: ModelShape, shapes: Shapes) -> int:
-    """Count the bytes of activations (one set, that of the widest bucket), row state and rotary tables."""
+def buffer_bytes(shape: ModelShape, shapes: Shapes, *, canary: bool = False) -> int:
+    """Count the bytes of activations (one set, that of the widest bucket), row state and rotary tables.
+
+    canary  the last row is the heartbeat's and never shares a step
+    """
     t, words = shapes.step_tokens, -(-shape.vocab // 32)
-    r = min(t, shapes.max_rows)
+    r = min(t, shapes.max_rows - canary)
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     context = 20 * t + 21 * r + 8
     tokens = t * (6 * shape.hidden + 4 * (q + 2 * kv) + 4 * q + 10 * shape.ffn)
@@ -52,7 +82,15 @@ def buffer_bytes(shape: ModelShape, shapes: Shapes) -> int:
     return context + tokens + partials + draws + state + tables
 
 
-def program_bytes(shape: ModelShape, shapes: Shapes, n_slots: int = 2) -> int:
-    """Estimate the bytes of the captured graphs: each bucket for single tokens and for mixed steps, for each slot."""
+def n_programs(shapes: Shapes, n_slots: int, *, canary: bool = False) -> int:
+    """Count the captured graphs: each bucket for single tokens and for mixed steps, for each slot.
+
+    canary  the last slot is the heartbeat's, which has the narrowest bucket only
+    """
+    return 2 * (len(token_buckets(shapes.step_tokens)) * (n_slots - canary) + canary)
+
+
+def program_bytes(shape: ModelShape, shapes: Shapes, n_slots: int = 2, *, canary: bool = False) -> int:
+    """Estimate the bytes of the captured graphs."""
     nodes = KERNELS_PER_LAYER * shape.n_layers + KERNELS_PER_STEP
-    return len(token_buckets(shapes.step_tokens)) * 2 * n_slots * nodes * NODE_BYTES + MODULE_BYTES
+    return n_programs(shapes, n_slots, canary=canary) * nodes * NODE_BYTES + MODULE_BYTES

@@ -11,17 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zl.errors import InvariantError
+from zl.gpu.guarded import Guarded, words
 from zl.gpu.heartbeat import Canary, Heartbeat, Patrol
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import FIRST, NUMERIC, RowColumns, StepSlot
+from zl.gpu.renewal import FromPacked, FromSource, Renewal
 from zl.shapes import Shapes, pages_for
 
 if TYPE_CHECKING:  # torch is loaded when a program is retired, and not before
@@ -38,78 +38,8 @@ RETRY_S = 5.0
 """Time between two recaptures where the first did not help, and between two checks for the sake of one bad row."""
 
 
-@dataclass(slots=True)
-class GuardCounters:
-    """Plain counters, read at scrape."""
-
-    beats: int = 0
-    beats_failed: int = 0
-    retired: int = 0
-    recaptured: int = 0
-    recaptures_failed: int = 0
-    rebuilt_rows: int = 0
-
-
-class Renewal(Protocol):
-    """Where the weights of a damaged program come from again. Both are called with no native step in flight."""
-
-    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
-        """Give the fallback's weights in the native step's dtype; calls `alive` while it works."""
-
-    def pack(self, native: NativeStep, weights: Weights) -> None:
-        """Fill the native step's packed weights again, in place."""
-
-    def close(self) -> None:
-        """Give back what is held."""
-
-
-class FromSource:
-    """Weights from the model's own files."""
-
-    def __init__(self, source: WeightSource):
-        self._source = source
-
-    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
-        """Dequantise every tensor."""
-        import torch
-
-        from zl.gpu.model import load_weights
-
-        return load_weights(self._source, getattr(torch, native.dtype), alive)
-
-    def pack(self, native: NativeStep, weights: Weights) -> None:
-        """Pack what the fallback has loaded."""
-        native.reload(weights.tensors, self._source.blocks)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class FromPacked:
-    """Weights from an artifact's file, which is kept open: the artifact may be deleted while it is served."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = path.open("rb")
-
-    def load(self, native: NativeStep, alive: Callable[[float], None]) -> Weights:
-        """Read the packed weights again and take the tensors out of them."""
-        from zl.gpu.fallback import unpacked
-
-        native.reimport(self._file.fileno(), self._path)
-        return unpacked(native, alive)
-
-    def pack(self, native: NativeStep, weights: Weights) -> None:  # noqa: ARG002
-        """Read the packed weights again."""
-        native.reimport(self._file.fileno(), self._path)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class Guard:
-    """An Engine (gpu.programs) around a NativeStep. One step in flight at most; all calls on the engine thread.
+class Guard(Guarded):
+    """Guard a NativeStep. One step in flight at most; all calls on the engine thread.
 
     shapes   as heartbeat.with_canary gave them: the last row and page are the canary's
     slots    the last one is the guard's own: the loop must not plan in it
@@ -128,25 +58,21 @@ class Guard:
         beat_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__(clock)
         self.name = native.name
-        self.fallback = False  # whether the slow twin computes now
-        self.counters = GuardCounters()
         self._native = native
         self._columns, self._slots, self._shapes = columns, slots, shapes
         self._own = len(slots) - 1
         self._renewal = renewal
-        self._clock = clock
         self._pool: NativePool | None = None  # made with the first fallback
         canary = Canary(native, columns, slots, self._own, shapes)
         self.heartbeat = Heartbeat(canary, Patrol(native.packed(), beat_s), beat_s, clock())
-        self._on_retire: Callable[[], None] = lambda: None
         self._fallback: EagerStep | None = None
         self._weights: Weights | None = None
         self._thread: threading.Thread | None = None
         self._packed_well = False
         self._recapture_at = 0.0
         self._checked_at = -RETRY_S
-        self.progress_at = clock()
         # Rows: the state before the step in flight, every token drawn by position, doubts about KV written before.
         self._last_before = native.last_token.copy()
         self._done_before = native.done.copy()
@@ -157,19 +83,10 @@ class Guard:
         self._slot = 0
         self._flight: int | None = None
 
-    def on_retire(self, tell: Callable[[], None]) -> None:
-        """Set what is called, on the engine thread, when KV written so far must not reach new rows."""
-        self._on_retire = tell
-
     @property
     def serving(self) -> str:
         """Name what computes steps now."""
         return self.name if self._fallback is None else self._fallback.name
-
-    @property
-    def beat_age_s(self) -> float:
-        """Tell how long ago the last good heartbeat was."""
-        return self._clock() - self.heartbeat.beaten_at
 
     def inner_ns(self) -> tuple[int, int]:
         """Tell what the newest step spent on its context and on sampling; the fallback keeps no such times."""
@@ -195,7 +112,7 @@ class Guard:
         except Exception as failure:  # whatever it was: the fallback tells a broken program from a broken plan
             if self._fallback is not None:
                 raise
-            self._retire(_words(failure))
+            self._retire(words(failure))
             self._rewind(slot)
         if self._fallback is not None:
             self._compute(slot)
@@ -211,7 +128,7 @@ class Guard:
                 self._native.wait(flight)
                 wrong = self._doubt(self._slots[self._slot])
             except Exception as failure:
-                wrong = _words(failure)
+                wrong = words(failure)
             if wrong:
                 self._retire(wrong)
                 self._rewind(self._slot)
@@ -239,7 +156,7 @@ class Guard:
         try:
             wrong = self.heartbeat.tend(now)
         except Exception as failure:
-            wrong = _words(failure)
+            wrong = words(failure)
         if wrong:
             self.counters.beats_failed += 1
             self._retire(wrong)
@@ -322,7 +239,7 @@ class Guard:
             self._renewal.pack(self._native, self._weights)
             self._packed_well = True
         except Exception as failure:
-            log.error("recapture: %s", _words(failure))
+            log.error("recapture: %s", words(failure))
 
     def _recapture(self, now: float) -> None:
         """Let the program serve again if it has been packed and passes; try again later if it does not."""
@@ -337,7 +254,7 @@ class Guard:
         try:
             wrong = self.heartbeat.verify(now) if self._packed_well else "it could not be packed"
         except Exception as failure:
-            wrong = _words(failure)
+            wrong = words(failure)
         if wrong:
             self._native.settle()  # sync
             self.counters.recaptures_failed += 1
@@ -442,7 +359,3 @@ def open_guard(
     """Guard a native step. weights: what it was opened with; the other arguments are Guard's."""
     renewal = FromPacked(weights.weights) if isinstance(weights, Packed) else FromSource(weights)
     return Guard(native, columns, slots, shapes, renewal, beat_s=beat_s)
-
-
-def _words(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"

@@ -1,22 +1,21 @@
 """The heartbeat: a canary row replayed against golden bits, and a patrol over the packed weights.
 
 The canary runs the whole program, sampler included, on a row and a page that no request ever gets; it sees what a step
-computes, but of the embedding only its own tokens. The patrol sums every byte of the packed weights, a slice at a time,
-so a flipped bit is found wherever it is. State: golden readings and sums, where the patrol is.
+computes, but of the embedding only its own tokens. The patrol sums every byte of the weights, a slice at a time, so a
+flipped bit is found wherever it is. State: golden readings and sums, where the patrol is.
 Refuses rows, dispatch, net and asyncio.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from zl.errors import DeviceError
-from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import FIRST, IGNORE_EOS, LOGPROBS, SAMPLE, RowColumns, StepSlot
-from zl.shapes import PAGE, Shapes
+from zl.shapes import PAGE, ModelShape, Shapes
 
 PROMPT_TOKENS = 16
 DECODE_STEPS = 2
@@ -42,6 +41,23 @@ def with_canary(shapes: Shapes) -> Shapes:
     return Shapes(**fields | {"max_rows": shapes.max_rows + 1, "n_pages": shapes.n_pages + 1})
 
 
+class Program(Protocol):
+    """What a canary needs of a program, beside the slot that it plans in."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Give the model's sizes."""
+
+    def launch(self, slot: int) -> int:
+        """Start the step planned in a slot."""
+
+    def wait(self, seq: int) -> None:
+        """Wait for it."""
+
+    def first_logits(self, out: np.ndarray) -> bool:
+        """Copy the raw logits of the last step's first draw to `out`, f32 [vocab]; False where it drew nothing."""
+
+
 class Canary:
     """One fixed row: a short prompt, two tokens after it, sampled with penalty, temperature and top-p.
 
@@ -49,12 +65,12 @@ class Canary:
     slot     index of a step slot that nobody else plans in
     """
 
-    def __init__(self, native: NativeStep, columns: RowColumns, slots: list[StepSlot], slot: int, shapes: Shapes):
-        self._native = native
+    def __init__(self, program: Program, columns: RowColumns, slots: list[StepSlot], slot: int, shapes: Shapes):
+        self._program = program
         self._slot, self._index = slots[slot], slot
         self._row = row = shapes.max_rows - 1
         self.n_prompt = n = min(PROMPT_TOKENS, shapes.step_tokens, PAGE - DECODE_STEPS)
-        vocab = native.shape.vocab
+        vocab = program.shape.vocab
         columns.prompt_ids[row, :n] = [(17 + 7_919 * i) % vocab for i in range(n)]
         columns.prompt_len[row] = n
         columns.max_new[row] = PAGE
@@ -71,8 +87,8 @@ class Canary:
         slot.seg_row[0] = self._row
         slot.seg_start[0], slot.seg_len[0] = (0, self.n_prompt) if i == 0 else (self.n_prompt + i - 1, 1)
         slot.seg_flags[0] = FIRST | SAMPLE if i == 0 else SAMPLE
-        self._native.wait(self._native.launch(self._index))
-        self._native.first_logits(self._logits)
+        self._program.wait(self._program.launch(self._index))
+        self._program.first_logits(self._logits)
         return Reading(
             int(slot.out_token[0]),
             slot.out_logprob[0].tobytes(),
@@ -83,6 +99,18 @@ class Canary:
     def run(self) -> list[Reading]:
         """Run all steps."""
         return [self.step(i) for i in range(N_STEPS)]
+
+
+class Sums(Protocol):
+    """What the heartbeat needs of a patrol."""
+
+    pause_s: float
+
+    def visit(self) -> bool:
+        """Look at the next slice; False where it changed."""
+
+    def sweep(self) -> bool:
+        """Look at every slice; False where one changed."""
 
 
 class Patrol:
@@ -124,7 +152,7 @@ class Heartbeat:
     Raises    DeviceError
     """
 
-    def __init__(self, canary: Canary, patrol: Patrol, period_s: float, now: float):
+    def __init__(self, canary: Canary, patrol: Sums, period_s: float, now: float):
         self._canary = canary
         self._patrol = patrol
         self._period_s = period_s
@@ -145,7 +173,7 @@ class Heartbeat:
         if now >= self._visit_at:
             self._visit_at = max(self._visit_at + self._patrol.pause_s, now - self._period_s)
             if not self._patrol.visit():
-                return "the packed weights have changed"
+                return "the weights have changed"
         if not self._stage and now < self.beaten_at + self._period_s:
             return None
         stage, self._stage = self._stage, (self._stage + 1) % N_STEPS
@@ -174,7 +202,7 @@ class Heartbeat:
             if reading != golden:
                 return self._differs(stage, reading)
         if sweep and not self._patrol.sweep():
-            return "the packed weights have changed"
+            return "the weights have changed"
         self.beaten_at = self._visit_at = now
         return ""
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pacing import Pacer
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
 from zl.measures import START, EngineTimes, Moment
@@ -121,6 +122,8 @@ class GenerationLoop:
     on_failure called once with the exception if a step fails; the loop has stopped then
     between    called on the engine thread at step boundaries with nothing in flight (gpu.guard); gives the seconds
                until an idle loop is to call it again
+    due        tells that `between` has something to do: steps in flight are waited for, and none is launched before
+    mark       wraps the planning of a step in a range (gpu.nvtx)
     inner_ns   gives what the newest step spent on loading its context and on sampling by the program's own clock,
                (0, 0) where it keeps none
     """
@@ -137,6 +140,8 @@ class GenerationLoop:
         run_ahead: int = 0,
         chunk_tokens: int = 64,
         between: Callable[[], float | None] | None = None,
+        due: Callable[[], bool] | None = None,
+        mark: Mark = unmarked,
         inner_ns: Callable[[], tuple[int, int]] = no_inner_clock,
     ):
         if not 0 <= run_ahead < len(slots):
@@ -149,6 +154,8 @@ class GenerationLoop:
         self._on_failure = on_failure
         self._run_ahead = run_ahead
         self._between = between
+        self._due = due
+        self._plan = mark("plan", self._launch)
         self._inner_ns = inner_ns
         self._pacer = Pacer(chunk_tokens, shapes.step_tokens)
         self._inbox: deque[Seat] = deque()
@@ -209,6 +216,8 @@ class GenerationLoop:
     def _turn(self) -> None:
         self._wake.clear()
         self.counters.turned_at = time.monotonic()
+        while self._flights and self._due is not None and self._due():
+            self._land(self._flights.popleft())
         self._times.scheduled(time.perf_counter_ns())
         pause = None
         if self._between is not None and not self._flights:
@@ -218,7 +227,7 @@ class GenerationLoop:
         while self._inbox:
             self._prefill.append(self._inbox.popleft())
         self._drop_ended()
-        launched = self._launch(before)
+        launched = self._plan(before)
         if launched and len(self._flights) <= self._run_ahead:
             return
         if self._flights:

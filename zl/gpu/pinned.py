@@ -15,7 +15,7 @@ from zl.shapes import Shapes
 
 __all__ = [
     "EOS", "FIRST", "IGNORE_EOS", "LENGTH", "LOGPROBS", "NUMERIC", "SAMPLE", "SKIPPED", "Allocate", "RowColumns",
-    "StepSlot", "plain_allocate",
+    "StepSlot", "columns_bytes", "plain_allocate", "slots_bytes",
 ]  # fmt: skip
 
 Allocate = Callable[[tuple[int, ...], type], np.ndarray]
@@ -75,3 +75,13 @@ class StepSlot:
         self.out_token = allocate((n,), np.int32)
         self.out_logprob = allocate((n,), np.float32)
         self.out_flags = allocate((n,), np.uint8)
+
+
+def columns_bytes(shapes: Shapes) -> int:
+    """Count the bytes of RowColumns."""
+    return shapes.max_rows * (4 * shapes.max_model_len + 4 * shapes.pages_per_row + 29)
+
+
+def slots_bytes(shapes: Shapes, n_slots: int) -> int:
+    """Count the bytes of `n_slots` StepSlots."""
+    return n_slots * (4 + 22 * shapes.max_rows)

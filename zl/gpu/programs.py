@@ -18,6 +18,7 @@ from zl.gpu.device import Device
 from zl.gpu.native.build import have_compiler, pick_level
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
+from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.shapes import ModelShape, Shapes
 
@@ -124,6 +125,8 @@ def open_engine(
     say: Callable[[str], None],
     progress: Callable[[float], None] | None = None,
     debug_addresses: bool = False,
+    canary: bool = False,
+    mark: Mark = unmarked,
 ) -> Engine:
     """Load the weights and open the fastest engine this machine offers.
 
@@ -142,7 +145,8 @@ def open_engine(
         say(f"program: {engine.name}, {n_threads} threads")
         return engine
     if device.kind != "cpu" and dtype == "bfloat16":
-        captured = _open_cuda(device, weights, dtype, shapes, columns, slots, say, progress, debug_addresses)
+        captured = _open_cuda(device, weights, dtype, shapes, columns, slots, say, progress, debug_addresses,
+                              canary, mark)  # fmt: skip
         say(f"program: {captured.name}")
         return captured
     import torch
@@ -151,6 +155,9 @@ def open_engine(
     from zl.gpu.torch_step import TorchStep
 
     if device.kind != "cpu":
+        # Before the first product: cuBLAS reads it when its handle is made (cuBLAS documentation, "Reproducibility").
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment says
         say(f"program: torch, eager, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
     else:
         why = "as asked" if level == "torch" else "no C++ compiler found (install g++ for a faster one)"
@@ -170,6 +177,8 @@ def _open_cuda(
     say: Callable[[str], None],
     progress: Callable[[float], None] | None,
     debug_addresses: bool,
+    canary: bool,
+    mark: Mark,
 ) -> Engine:
     try:
         from zl.gpu.cuda_step import CudaStep  # here: it brings triton, which the CPU path never loads
@@ -192,7 +201,7 @@ def _open_cuda(
 
     return CudaStep(
         source.shape, Tensors(source, dtype), columns, slots, shapes, device=device.torch_device,
-        progress=uploaded, debug_addresses=debug_addresses,
+        progress=uploaded, debug_addresses=debug_addresses, canary=canary, mark=mark,
     )  # fmt: skip
 
 

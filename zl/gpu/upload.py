@@ -104,17 +104,23 @@ class Uploader:
         self._turn = 0
         self.n_bytes = 0
 
-    def tensor(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(
+        self, parts: Sequence[torch.Tensor], dtype: torch.dtype, *, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Join `parts` along their first dimension into one contiguous tensor of `dtype` on the device.
 
+        into  a contiguous tensor of that dtype and size, overwritten in place; nothing in flight may read it
         Readable after `close`, or after the fence of the device's own order. Parts that lie on the device already are
-        copied there. Raises ShapeError where their other dimensions differ.
+        copied there. Raises ShapeError where their other dimensions, or those of `into`, differ.
         """
         rest = parts[0].shape[1:]
         for part in parts:
             if part.shape[1:] != rest:
                 raise ShapeError("parts", tuple(part.shape), f"[n, {', '.join(map(str, rest))}]")
-        target = torch.empty(sum(p.shape[0] for p in parts), *rest, dtype=dtype, device=self._device)
+        size = (sum(p.shape[0] for p in parts), *rest)
+        if into is not None and (tuple(into.shape) != size or into.dtype != dtype or not into.is_contiguous()):
+            raise ShapeError("into", f"{into.dtype} {tuple(into.shape)}", f"{dtype} {size}, contiguous")
+        target = torch.empty(size, dtype=dtype, device=self._device) if into is None else into
         flat, at = target.view(-1), 0
         for part in parts:
             if part.device == target.device and part.device.type != "cpu":

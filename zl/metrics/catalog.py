@@ -149,7 +149,7 @@ FAMILIES: tuple[Family, ...] = (
         "zl_threshold_exceeded_total", COUNTER, "",
         "Requests past a threshold, by what the policy did about it: allow served it as it was, clamp cut it to the "
         "threshold, reject answered limit_exceeded.",
-        labels=("limit", "action"), values=(LIMITS, ACTIONS), where="thresholds are policy",
+        labels=("limit", "action"), values=(LIMITS, ACTIONS),
     ),
     Family(
         "zl_journal_lines_total", COUNTER, "", "Lines written to a journal: the access log or the audit file.",

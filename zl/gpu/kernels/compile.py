@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from zl.errors import DeviceError
 from zl.gpu.kernels import (
+    checksum,
     context_loader,
     decode_attention,
     embed_rows,
@@ -35,7 +36,7 @@ from zl.gpu.kernels import (
 )
 from zl.gpu.kernels.launch import Settings, Variant
 from zl.sampling import sampler
-from zl.shapes import MAX_ROWS, MODEL_LEN, ModelShape, pages_for
+from zl.shapes import MAX_ROWS, MODEL_LEN, ModelShape, RopeScaling, pages_for
 
 CAPABILITIES = (80, 90)
 SHARED_LIMIT = 163 * 1024
@@ -48,10 +49,21 @@ LLAMA_8B = ModelShape(
     name="Llama-3.1-8B", n_layers=32, hidden=4096, n_heads=32, n_kv_heads=8, head_dim=128, ffn=14_336, vocab=128_256,
     max_position=131_072, rms_eps=1e-5, rope_theta=500_000.0, tied=False,
 )  # fmt: skip
+LLAMA_1B = ModelShape(
+    name="Llama-3.2-1B", n_layers=16, hidden=2048, n_heads=32, n_kv_heads=8, head_dim=64, ffn=8192, vocab=128_256,
+    max_position=131_072, rms_eps=1e-5, rope_theta=500_000.0,
+    rope_scaling=RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_len=8192),
+)  # fmt: skip
+QWEN_7B = ModelShape(
+    name="Qwen2.5-7B", n_layers=28, hidden=3584, n_heads=28, n_kv_heads=4, head_dim=128, ffn=18_944, vocab=152_064,
+    max_position=32_768, rms_eps=1e-6, rope_theta=1_000_000.0, tied=False, attention_bias=True,
+)  # fmt: skip
 SMOLLM2_135M = ModelShape(
     name="SmolLM2-135M", n_layers=30, hidden=576, n_heads=9, n_kv_heads=3, head_dim=64, ffn=1536, vocab=49_152,
     max_position=8192, rms_eps=1e-5, rope_theta=100_000.0,
 )  # fmt: skip
+MODELS = (LLAMA_8B, LLAMA_1B, QWEN_7B, SMOLLM2_135M)
+"""What CI compiles: groups of 3, 4 and 7 query heads, head sizes 64 and 128, with and without biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,7 @@ def variants(
     listed += sampling_columns.variants(shape.vocab)
     listed += stop_check.variants(max_rows, max(1, len(shape.eos_ids)))
     listed += filter_update.variants(max_rows, shape.vocab)
+    listed += checksum.variants()
     # Buckets whose tiles are the same share one kernel.
     return list({variant.name: variant for variant in listed}.values())
 
@@ -208,7 +221,7 @@ def read_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_all(
-    shapes: Sequence[ModelShape] = (LLAMA_8B, SMOLLM2_135M), capabilities: Sequence[int] = CAPABILITIES
+    shapes: Sequence[ModelShape] = MODELS, capabilities: Sequence[int] = CAPABILITIES
 ) -> list[Compiled]:
     """Compile every kernel of every shape for every architecture, the sampler's where they are there."""
     done = []

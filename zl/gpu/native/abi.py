@@ -108,6 +108,7 @@ def load(path: Path) -> ctypes.CDLL:
     p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "zl_open": (p, [p, p, p]),
+        "zl_count": (i, [p, p]),
         "zl_weight": (i, [p, i, i, p, n, n, i]),
         "zl_blocks": (i, [p, i, i, i, p, n, n]),
         "zl_rope": (i, [p, p, p, n]),

@@ -18,6 +18,20 @@ zl_context* zl_open(const zl_config* config, const zl_columns* columns, const zl
     return nullptr;
 }
 
+int zl_count(const zl_config* config, size_t* out) {
+    if (config->n_threads < 1 || config->n_threads > zl::kMaxThreads) return 0;
+    try {
+        const zl_slot slots[2] = {};
+        zl_context c(*config, zl_columns{}, slots);
+        c.weights.counting = c.pool.counting = c.scratch.counting = true;
+        if (!c.allocate()) return 0;
+        out[0] = c.weights.size, out[1] = c.pool.size, out[2] = c.scratch.size;
+        return 1;
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
+
 int zl_start(zl_context* c) {
     const int parts = 64;
     zl::scatter(c->config.n_threads, parts, [=](int a, int b) {

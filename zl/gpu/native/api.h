@@ -59,6 +59,8 @@ struct zl_context;
 
 // Opens a context with weights, pool and scratch allocated and no thread running; null when memory is refused.
 zl_context* zl_open(const zl_config*, const zl_columns*, const zl_slot* slots /*[2]*/);
+// Counts the bytes that zl_open would map: weights, pool, scratch. Returns 0 where it would refuse the config.
+int zl_count(const zl_config*, size_t* out /*[3]*/);
 // Packs one tensor. Matrices: [rows, cols] row-major in the context's dtype; norms and biases: float32 [1, cols].
 // Returns 0 when name, layer or size do not fit the config.
 int zl_weight(zl_context*, int name, int layer, const void* data, int64_t rows, int64_t cols, int is_matrix);

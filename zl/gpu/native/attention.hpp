@@ -27,20 +27,51 @@ inline size_t v_at(int dim, int token) {
     return (size_t)(dim >> 4) * kTile + in_tile<T>(token, dim & 15);
 }
 
+// Keys of the token t, of sixteen tokens from t on; values of one token, of two.
+template <class T>
+inline void insert_key(T* page, int head_pad, int t, const T* k) {
+    if constexpr (sizeof(T) == 2)
+        for (int d = 0; d < head_pad; d += 2) memcpy(page + k_at<T>(head_pad, d, t), k + d, 4);
+    else
+        for (int d = 0; d < head_pad; d++) page[k_at<T>(head_pad, d, t)] = k[d];
+}
+inline void insert_keys(bf16* page, int head_pad, int t, const bf16* k, int stride) {
+    for (int d = 0; d < head_pad; d += 2) vcollect_pairs(page + k_at<bf16>(head_pad, d, t), k + d, stride);
+}
+template <class T>
+inline void insert_value(T* values, int head_pad, int t, const T* v) {
+    for (int d = 0; d < head_pad; d++) values[v_at<T>(d, t)] = v[d];
+}
+inline void insert_values(bf16* values, int head_pad, int t, const bf16* v, int stride) {
+    for (int d = 0; d < head_pad; d += 16) vinterleave(values + v_at<bf16>(d, t), v + d, v + stride + d);
+}
+
 // Writes tokens [from, from + count) of a page from rows of k and v that lie `stride` apart.
 template <class T>
-inline void insert(T* page, int head_pad, int from, int count, const T* k, const T* v, size_t stride) {
+inline void insert(T* page, int head_pad, int from, int count, const T* k, const T* v, int stride) {
     T* values = page + (size_t)kPage * head_pad;
     // A fresh page may hold anything, NaN included, and masked slots are multiplied by zero: clear it first.
-    if (from == 0) memset(page, 0, (size_t)2 * kPage * head_pad * sizeof(T));
-    for (int i = 0; i < count; i++, k += stride, v += stride) {
-        const int t = from + i;
+    if (from == 0 && count < kPage) memset(page, 0, (size_t)2 * kPage * head_pad * sizeof(T));
+    const int end = from + count;
+    for (int t = from; t < end; t++, k += stride) {
         if constexpr (sizeof(T) == 2) {
-            for (int d = 0; d < head_pad; d += 2) memcpy(page + k_at<T>(head_pad, d, t), k + d, 4);
-        } else {
-            for (int d = 0; d < head_pad; d++) page[k_at<T>(head_pad, d, t)] = k[d];
+            if (t % 16 == 0 && t + 16 <= end) {
+                insert_keys(page, head_pad, t, k, stride);
+                t += 15, k += 15 * stride;
+                continue;
+            }
         }
-        for (int d = 0; d < head_pad; d++) values[v_at<T>(d, t)] = v[d];
+        insert_key(page, head_pad, t, k);
+    }
+    for (int t = from; t < end; t++, v += stride) {
+        if constexpr (sizeof(T) == 2) {
+            if (t % 2 == 0 && t + 2 <= end) {
+                insert_values(values, head_pad, t, v, stride);
+                t++, v += stride;
+                continue;
+            }
+        }
+        insert_value(values, head_pad, t, v);
     }
 }
 
@@ -54,36 +85,64 @@ struct QueryTile {
     int end[16];
 };
 
-// Requests the blocks that this thread will read next, half a page of a head at a time, in reading order.
+constexpr int kLead = 64 * 1024;  // bytes requested before a thread reads its first item
+
+// Requests the blocks that this thread will read next, in reading order: of each item all keys, then all values.
 template <class T>
 struct Ahead {
     const zl_context* c;
-    int layer, item, limit, page = 0, n_pages = 0, half = 0;
     const int* segs;
+    int layer = 0, item = 0, limit = 0, page = 0, n_pages = 0, half = 0, left = 0;
+    const char* at = nullptr;
+    const int32_t* table = nullptr;
 
-    void enter() {
-        if (item >= limit) return;
+    void start(int layer_, int item_, int limit_) {
+        layer = layer_, item = item_ - 1, limit = limit_, page = 0, n_pages = 0, half = 1, left = 0;
+        for (int i = 0; i < kLead / 1024; i++) next();
+    }
+    // The next page, half (keys or values) or item.
+    bool enter() {
+        if (++page >= n_pages) {
+            page = 0;
+            half ^= 1;
+            if (half == 0 && !next_item()) return false;
+        }
+        at = (const char*)(c->page<T>(layer, table[page], item % c->n.kv_heads) + (size_t)half * kPage * c->n.head_pad);
+        left = kPage * c->n.head_pad * (int)sizeof(T) / 64;
+        return true;
+    }
+    bool next_item() {
+        if (++item >= limit) {
+            item = limit, half = 1, n_pages = 0;  // the next call stops here again
+            return false;
+        }
         const Segment& s = c->at.segs[segs[item / c->n.kv_heads]];
         n_pages = (s.start + s.len + kPage - 1) / kPage;
+        table = c->table(s.row);
+        return true;
     }
-    void start(int layer_, int item_, int limit_) {
-        layer = layer_, item = item_, limit = limit_, page = 0, half = 0;
-        enter();
-    }
+    // Sixteen lines more: one tile.
     inline void next() {
-        if (item >= limit) return;
-        const Segment& s = c->at.segs[segs[item / c->n.kv_heads]];
-        const char* p = (const char*)(c->page<T>(layer, c->table(s.row)[page], item % c->n.kv_heads) +
-                                      (size_t)half * kPage * c->n.head_pad);
-        const int lines = kPage * c->n.head_pad * (int)sizeof(T) / 64;
-        for (int i = 0; i < lines; i += 16) prefetch_lines<16, _MM_HINT_T1>(p + i * 64);
-        if (half ^= 1) return;
-        if (++page < n_pages) return;
-        page = 0;
-        item++;
-        enter();
+        if (left == 0 && !enter()) return;
+        prefetch_lines<16, _MM_HINT_T1>(at);
+        at += 1024;
+        left -= 16;
     }
 };
+
+// 2^t for t up to about 0: 2^f on [-0.5, 0.5] by a polynomial fitted with p(0) = 1, relative error below 1e-7.
+// A NaN passes through: the clamp returns its second operand.
+inline V16 vexp2(V16 t) {
+    const V16 shift = vset1(0x1.8p23f);
+    t = vmax(vset1(-126.0f), t);  // a denormal would cost a hundred cycles
+    const V16 n = vsub(vadd(t, shift), shift), f = vsub(t, n);
+    V16 p = vfma(vset1(0x1.5bba14p-10f), f, vset1(0x1.3cea88p-7f));
+    p = vfma(p, f, vset1(0x1.c6b752p-5f));
+    p = vfma(p, f, vset1(0x1.ebf9bcp-3f));
+    p = vfma(p, f, vset1(0x1.62e42ap-1f));
+    p = vfma(p, f, vset1(1.0f));
+    return vpow2(p, n);
+}
 
 template <class T>
 struct Attention {
@@ -94,9 +153,13 @@ struct Attention {
     float* sums;    // [row][head_pad]
     T* staged;      // [16][head_pad]
     Ahead<T>* ahead;
+    const V16 rate;                                   // log2(e) / sqrt(head_dim)
+    alignas(64) float peak[16 * 16], total[16 * 16];  // [row][lane]: the largest score, the exponentials' sum
+    float top[16];                                    // a row's largest score, times rate
 
     Attention(zl_context& ctx, int layer_, void* scratch, Ahead<T>* ahead_)
-        : c(ctx), layer(layer_), head_pad(ctx.n.head_pad), group(ctx.n.group), ahead(ahead_) {
+        : c(ctx), layer(layer_), head_pad(ctx.n.head_pad), group(ctx.n.group), ahead(ahead_),
+          rate(vset1(1.44269504088896341f / sqrtf((float)ctx.n.head_dim))) {
         size_t span = (size_t)round_up(c.n.model_len, kPage) * 16;
         char* p = (char*)scratch;
         scores = (float*)p;
@@ -109,81 +172,89 @@ struct Attention {
         return c.page<T>(layer, t.table[page], kv_head);
     }
 
-    // scores = q . k for all pages; sums = probs . v.
-    void score(const QueryTile<T>& t, int kv_head) {
-        const int kt = head_pad / 32;
-#ifdef ZL_AMX
-        if constexpr (sizeof(T) == 2) {
-            amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) {
-                if (ahead) ahead->next();
-                return block(t, p, kv_head);
-            }, scores);
-            return;
-        }
-#endif
-        for (int p = 0; p < t.pages; p++) {
-            if (ahead) ahead->next();
-            product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head), kTile, (size_t)kt * kTile, kt,
-                             scores + (size_t)p * t.rows * 32, 32, false);
+    // Takes rows [r0, r1) of page p's scores into the maxima. Slots from a row's end on are out of it.
+    inline void see(const QueryTile<T>& t, int p, int r0, int r1) {
+        const float* s = scores + ((size_t)p * t.rows + r0) * 32;
+        const V16 low = vset1(-3.0e38f);
+        const bool whole = t.end[0] >= (p + 1) * kPage;  // of all rows: ends never fall
+        for (int r = r0; r < r1; r++, s += 32) {
+            V16 a = vload(s), b = vload(s + 16);
+            if (!whole) {
+                a = vkeep(t.end[r] - p * kPage, a, low);
+                b = vkeep(t.end[r] - p * kPage - 16, b, low);
+            }
+            vstore(peak + r * 16, vmax(vload(peak + r * 16), vmax(a, b)));
         }
     }
-    void weigh(const QueryTile<T>& t, int kv_head) {
-#ifdef ZL_AMX
-        if constexpr (sizeof(T) == 2) {
-            amx_weigh(head_pad / 16, probs, t.rows, t.pages, [&](int p) {
-                return block(t, p, kv_head) + (size_t)kPage * head_pad;
-            }, [&] { if (ahead) ahead->next(); }, sums);
-            return;
-        }
-#endif
-        for (int p = 0; p < t.pages; p++) {
-            if (ahead) ahead->next();
-            product_tiles<T>(t.rows, head_pad / 16, probs + (size_t)p * t.rows * 32, 32, 0,
-                             block(t, p, kv_head) + (size_t)kPage * head_pad, 0, kTile, 1, sums, head_pad, p > 0);
+    // Turns rows [r0, r1) of page p's scores into probs and adds them to the totals.
+    inline void exponentials(const QueryTile<T>& t, int p, int r0, int r1) {
+        const float* s = scores + ((size_t)p * t.rows + r0) * 32;
+        T* e = probs + ((size_t)p * t.rows + r0) * 32;
+        const bool whole = t.end[0] >= (p + 1) * kPage;
+        for (int r = r0; r < r1; r++, s += 32, e += 32) {
+            const V16 from = vset1(top[r]);
+            V16 a = vexp2(vfms(vload(s), rate, from)), b = vexp2(vfms(vload(s + 16), rate, from));
+            if (!whole) {
+                a = vkeep(t.end[r] - p * kPage, a, vzero());
+                b = vkeep(t.end[r] - p * kPage - 16, b, vzero());
+            }
+            vstore(total + r * 16, vadd(vload(total + r * 16), vadd(a, b)));
+            vstore_pair(e, a, b);
         }
     }
 
-    // Turns row r's scores into probs and returns 1 / sum.
-    float softmax(const QueryTile<T>& t, int r, float scale) {
-        const int own = (t.end[r] + kPage - 1) / kPage, rest = t.end[r] - (own - 1) * kPage;
-        const size_t step = (size_t)t.rows * 32;
-        float* s = scores + (size_t)r * 32;
-        T* e = probs + (size_t)r * 32;
-        const V16 low = vset1(-3.0e38f);
-        float* last = s + (own - 1) * step;
-        vstore(last, vkeep(rest, vload(last), low));
-        vstore(last + 16, vkeep(rest - 16, vload(last + 16), low));
-        V16 m = low;
-        for (int p = 0; p < own; p++) m = vmax(m, vmax(vload(s + p * step), vload(s + p * step + 16)));
-        const V16 top = vset1(vhmax(m)), sc = vset1(scale);
-        V16 sum = vzero();
-        for (int p = 0; p < own; p++) {
-            V16 a = vexp(vmul(vsub(vload(s + p * step), top), sc));
-            V16 b = vexp(vmul(vsub(vload(s + p * step + 16), top), sc));
-            if (p == own - 1) {
-                a = vkeep(rest, a, vzero());
-                b = vkeep(rest - 16, b, vzero());
-            }
-            sum = vadd(sum, vadd(a, b));
-            vstore_from_float(e + p * step, a);
-            vstore_from_float(e + p * step + 16, b);
+    // scores = q . k for all pages. A page's maxima are taken among the tile loads of the next one.
+    void score(const QueryTile<T>& t, int kv_head) {
+        const int kt = head_pad / 32;
+        for (int r = 0; r < t.rows; r++) vstore(peak + r * 16, vset1(-3.0e38f));
+#ifdef ZL_AMX
+        if constexpr (sizeof(T) == 2) {
+            amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) { return block(t, p, kv_head); }, [&](int p, int i) {
+                if (ahead) ahead->next();
+                if (p) see(t, p - 1, t.rows * i / (2 * kt), t.rows * (i + 1) / (2 * kt));
+            }, scores);
+            see(t, t.pages - 1, 0, t.rows);
+            return;
         }
-        for (int p = own; p < t.pages; p++) {
-            vstore_from_float(e + p * step, vzero());
-            vstore_from_float(e + p * step + 16, vzero());
+#endif
+        for (int p = 0; p < t.pages; p++) {
+            product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head), kTile, (size_t)kt * kTile, kt,
+                             scores + (size_t)p * t.rows * 32, 32, false);
+            see(t, p, 0, t.rows);
         }
-        return 1.0f / vsum(sum);
+    }
+    // sums = probs . v. A page's exponentials are taken among the tile loads of the one before.
+    void weigh(const QueryTile<T>& t, int kv_head) {
+        for (int r = 0; r < t.rows; r++) {
+            top[r] = vhmax(vmul(vload(peak + r * 16), rate));
+            vstore(total + r * 16, vzero());
+        }
+        const int n = head_pad / 16, parts = n < 4 ? n : 4;
+#ifdef ZL_AMX
+        if constexpr (sizeof(T) == 2) {
+            exponentials(t, 0, 0, t.rows);
+            amx_weigh(n, probs, t.rows, t.pages, [&](int p) {
+                return block(t, p, kv_head) + (size_t)kPage * head_pad;
+            }, [&](int p, int i) {
+                if (ahead) ahead->next();
+                if (i < parts && p + 1 < t.pages) exponentials(t, p + 1, t.rows * i / parts, t.rows * (i + 1) / parts);
+            }, sums);
+            return;
+        }
+#endif
+        for (int p = 0; p < t.pages; p++) {
+            exponentials(t, p, 0, t.rows);
+            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, block(t, p, kv_head) + (size_t)kPage * head_pad,
+                             0, kTile, 1, sums, head_pad, p > 0);
+        }
     }
 
     void attend(const QueryTile<T>& t, int kv_head, int token0, int r0) {
-        const float scale = 1.0f / sqrtf((float)c.n.head_dim);
-        float inverse[16];
         score(t, kv_head);
-        for (int r = 0; r < t.rows; r++) inverse[r] = softmax(t, r, scale);
         weigh(t, kv_head);
         const int kt = c.n.kt_attn;
         for (int r = 0; r < t.rows; r++) {
-            const V16 inv = vset1(inverse[r]);
+            const V16 inv = vset1(1.0f / vsum(vload(total + r * 16)));
             const int token = token0 + (r0 + r) / group, head = kv_head * group + (r0 + r) % group;
             for (int d = 0; d < head_pad; d += 32)
                 put((T*)c.act_attn, kt, token, (head * head_pad + d) / 32, vmul(vload(sums + r * head_pad + d), inv),
@@ -230,7 +301,7 @@ struct Attention {
         const int end = s.start + s.len < (row_page + 1) * kPage ? s.start + s.len : (row_page + 1) * kPage;
         const size_t own = ((size_t)(s.token0 + begin - s.start) * c.n.kv_heads + kv_head) * head_pad;
         insert<T>(c.page<T>(layer, c.table(s.row)[row_page], kv_head), head_pad, begin % kPage, end - begin,
-                  (const T*)c.k + own, (const T*)c.v + own, (size_t)c.n.kv_heads * head_pad);
+                  (const T*)c.k + own, (const T*)c.v + own, c.n.kv_heads * head_pad);
     }
 };
 

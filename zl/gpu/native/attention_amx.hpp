@@ -7,8 +7,8 @@
 #ifdef ZL_AMX
 namespace zl {
 
-template <int KT, class Block>
-inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Block&& block, float* out) {
+template <int KT, class Block, class Each>
+inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Block&& block, Each&& each, float* out) {
     tile_fence();
     _tile_loadd(2, q, stride * 2);
     if constexpr (KT > 1) _tile_loadd(3, q + 32, stride * 2);
@@ -19,24 +19,32 @@ inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Blo
         _tile_zero(0);
         _tile_zero(1);
         _tile_loadd(6, k0, 64);
+        each(p, 0);
         _tile_loadd(7, k1, 64);
+        each(p, 1);
         _tile_dpbf16ps(0, 2, 6);
         _tile_dpbf16ps(1, 2, 7);
         if constexpr (KT > 1) {
             _tile_loadd(6, k0 + kTile, 64);
+            each(p, 2);
             _tile_loadd(7, k1 + kTile, 64);
+            each(p, 3);
             _tile_dpbf16ps(0, 3, 6);
             _tile_dpbf16ps(1, 3, 7);
         }
         if constexpr (KT > 2) {
             _tile_loadd(6, k0 + 2 * kTile, 64);
+            each(p, 4);
             _tile_loadd(7, k1 + 2 * kTile, 64);
+            each(p, 5);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (KT > 3) {
             _tile_loadd(6, k0 + 3 * kTile, 64);
+            each(p, 6);
             _tile_loadd(7, k1 + 3 * kTile, 64);
+            each(p, 7);
             _tile_dpbf16ps(0, 5, 6);
             _tile_dpbf16ps(1, 5, 7);
         }
@@ -45,14 +53,15 @@ inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Blo
     }
 }
 
-// out[page][row][32] = q . k of block(page); kt k tiles a head, at most four.
-template <class Block>
-inline void amx_scores(int kt, const bf16* q, size_t stride, int rows, int pages, Block&& block, float* out) {
+// out[page][row][32] = q . k of block(page); kt k tiles a head, at most four. each(page, i) is called
+// after the loading of tile i of a page's 2 kt, when the page before has been stored.
+template <class Block, class Each>
+inline void amx_scores(int kt, const bf16* q, size_t stride, int rows, int pages, Block&& block, Each&& each, float* out) {
     switch (kt) {
-        case 1: return amx_scores_of<1>(q, stride, rows, pages, block, out);
-        case 2: return amx_scores_of<2>(q, stride, rows, pages, block, out);
-        case 3: return amx_scores_of<3>(q, stride, rows, pages, block, out);
-        default: return amx_scores_of<4>(q, stride, rows, pages, block, out);
+        case 1: return amx_scores_of<1>(q, stride, rows, pages, block, each, out);
+        case 2: return amx_scores_of<2>(q, stride, rows, pages, block, each, out);
+        case 3: return amx_scores_of<3>(q, stride, rows, pages, block, each, out);
+        default: return amx_scores_of<4>(q, stride, rows, pages, block, each, out);
     }
 }
 
@@ -67,21 +76,25 @@ inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, 
     if constexpr (N > 3) _tile_zero(3);
     for (int p = 0; p < pages; p++) {
         const bf16* v = block(p) + (size_t)first * kTile;
+        tile_fence();
         _tile_loadd(4, probs + (size_t)p * rows * 32, 64);
-        each();
         _tile_loadd(6, v, 64);
         _tile_dpbf16ps(0, 4, 6);
+        each(p, first);
         if constexpr (N > 1) {
             _tile_loadd(7, v + kTile, 64);
             _tile_dpbf16ps(1, 4, 7);
+            each(p, first + 1);
         }
         if constexpr (N > 2) {
             _tile_loadd(6, v + 2 * kTile, 64);
             _tile_dpbf16ps(2, 4, 6);
+            each(p, first + 2);
         }
         if constexpr (N > 3) {
             _tile_loadd(7, v + 3 * kTile, 64);
             _tile_dpbf16ps(3, 4, 7);
+            each(p, first + 3);
         }
     }
     _tile_stored(0, out + first * 16, (size_t)ld * 4);
@@ -90,18 +103,14 @@ inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, 
     if constexpr (N > 3) _tile_stored(3, out + first * 16 + 48, (size_t)ld * 4);
 }
 
-// out[row][n * 16] = sum over pages of probs . v; `each` is called once a page.
+// out[row][n * 16] = sum over pages of probs . v of block(page). each(page, i) is called after tile i of a page;
+// the next page's probs may be written until the last call of its page.
 template <class Block, class Each>
 inline void amx_weigh(int n, const bf16* probs, int rows, int pages, Block&& block, Each&& each, float* out) {
     const int ld = n * 16;
-    auto quiet = [] {};
     int d = 0;
-    if (n >= 4) {
-        amx_weigh_of<4>(probs, rows, pages, block, 0, each, out, ld);
-        for (d = 4; d + 4 <= n; d += 4) amx_weigh_of<4>(probs, rows, pages, block, d, quiet, out, ld);
-    }
-    if (n - d == 2) d ? amx_weigh_of<2>(probs, rows, pages, block, d, quiet, out, ld)
-                      : amx_weigh_of<2>(probs, rows, pages, block, d, each, out, ld);
+    for (; d + 4 <= n; d += 4) amx_weigh_of<4>(probs, rows, pages, block, d, each, out, ld);
+    if (n - d == 2) amx_weigh_of<2>(probs, rows, pages, block, d, each, out, ld);
 }
 
 }  // namespace zl

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 _COMMON = (
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=default",
-    "-Wall", "-Wextra", "-Wno-maybe-uninitialized",
+    "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized",  # gcc 12 about its own intrinsics
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")

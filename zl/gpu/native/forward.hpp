@@ -14,7 +14,7 @@ struct Forward {
     Clock clock;
     const Sizes& n;
     const Plan& p;
-    const int m;  // tokens of the step
+    int m;  // tokens of the step; behind the last attention those that draw
 
     Forward(zl_context& ctx, Worker& worker)
         : c(ctx), w(worker), clock(ctx, worker), n(ctx.n), p(ctx.at), m((int)ctx.at.pos.size()) {}
@@ -50,36 +50,37 @@ struct Forward {
             if (ids[i] >= 0 && ids[i] < n.vocab) seen[ids[i] >> 5] |= 1u << (ids[i] & 31);
     }
 
-    // The normed rows as an activation: row i from token(i). Of a few rows each thread makes its own copy, which is
+    // The normed rows as an activation. Of a few rows each thread makes its own copy, which is
     // cheaper than meeting the others; a thread that was put aside meanwhile may read x while it changes, but then all
     // blocks of the product that follows have been taken and nobody uses its copy.
-    template <class F>
-    const T* norm(const float* weight, int rows, TimeOf stage, F&& token) {
-        const bool own = rows <= kOwnRows;
+    const T* norm(const float* weight, TimeOf stage) {
+        const bool own = m <= kOwnRows;
         T* to = own ? (T*)c.own_act[w.index] : (T*)c.act_hidden;
         auto rows_of = [&](int a, int b, int) {
             for (int i = a; i < b; i++)
-                norm_row(c.x + (size_t)token(i) * n.hidden_pad, weight, n.hidden, n.hidden_pad, c.config.rms_eps, to, i);
+                norm_row(c.x + (size_t)i * n.hidden_pad, weight, n.hidden, n.hidden_pad, c.config.rms_eps, to, i);
         };
-        own ? rows_of(0, rows, rows) : w.run(rows, 4, rows_of);
+        own ? rows_of(0, m, m) : w.run(m, 4, rows_of);
         clock.mark(stage);
         return to;
-    }
-    const T* norm(const float* weight, TimeOf stage) {
-        return norm(weight, m, stage, [](int i) { return i; });
     }
 
     // One matrix over all rows; done as in gemm. `then` is the matrix that this thread will read next.
     template <class F>
     void multiply(const void* a, int rows, int kt, const Packed& packed, int blocks, const Packed& then_packed,
                   int then_blocks, int then_kt, TimeOf stage, F&& done) {
-        use_tiles(rows < 16 ? rows : 16);
         const Matrix &b = packed.pick(rows), &then = then_packed.pick(rows);
+        T* room = (T*)c.unpacked[w.index];
+        const T* act = ready((const T*)a, rows, kt, b, room);
         const char* next = then.data + (size_t)w.first(then_blocks) * then_kt * record_bytes(then.kind, n.elem);
         const size_t block_bytes = kt * record_bytes(b.kind, n.elem);
-        w.run(blocks, 1, [&](int lo, int hi, int limit) {
-            gemm((const T*)a, rows, kt, b, lo, hi, Stream{b.data + limit * block_bytes, next}, (T*)c.unpacked[w.index], done);
-        });
+        const int parts = row_parts(rows, blocks, b.kind, w.n_threads), each = round_up((rows + parts - 1) / parts, 32);
+        Later later(done);
+        w.run(blocks * parts, 1, [&](int item, int, int limit) {
+            const int nb = item / parts, r = item % parts * each;
+            const Part part{nb, r, r + each < rows ? r + each : rows};
+            gemm(act, rows, kt, b, part, Stream{b.data + (size_t)((limit + parts - 1) / parts) * block_bytes, next}, room, later);
+        }, [&] { later.all(); });
         clock.mark(stage);
     }
 
@@ -111,7 +112,7 @@ struct Forward {
     }
 
     void attend(int layer) {
-        Ahead<T> ahead{&c, 0, 0, 0, 0, 0, 0, p.decodes.data()};
+        Ahead<T> ahead{&c, p.decodes.data()};
         Attention<T> part(c, layer, c.attn_scratch[w.index], nullptr);
         const int kvh = n.kv_heads;
         w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
@@ -128,10 +129,7 @@ struct Forward {
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
         const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
         w.run(items, chunk, [&](int a, int b, int limit) {
-            if (a != expected) {
-                ahead.start(layer, a, limit);
-                for (int i = 0; i < 8; i++) ahead.next();
-            }
+            if (a != expected) ahead.start(layer, a, limit);
             expected = b;
             for (int i = a; i < b; i++) single.decode(p.segs[p.decodes[i / kvh]], i % kvh);
         });
@@ -170,14 +168,32 @@ struct Forward {
                  });
     }
 
-    void head() {
+    // Drops the tokens that draw nothing: behind the last attention nobody asks for them. Rows move forward in place,
+    // in order; each thread moves its own columns of all of them.
+    void keep_samples() {
         const int count = (int)p.samples.size();
-        const T* act = norm(c.norm, count, kFinalNorm, [&](int i) {
-            const Segment& s = p.segs[p.samples[i]];
-            return s.token0 + s.len - 1;
+        if (count == m) return;
+        auto token = [&](int i) { return p.segs[p.samples[i]].token0 + p.segs[p.samples[i]].len - 1; };
+        w.run(n.kt_attn + n.nb_hidden, 4, [&](int a, int b, int) {
+            for (int at = a; at < b; at++)
+                for (int i = 0; i < count; i++) {
+                    const int from = token(i);
+                    if (from == i) continue;
+                    if (at < n.kt_attn) {
+                        T* act = (T*)c.act_attn;
+                        memcpy(row_of(act, n.kt_attn, i, at), row_of(act, n.kt_attn, from, at), 32 * sizeof(T));
+                    } else {
+                        float* x = c.x + (size_t)(at - n.kt_attn) * 32;
+                        memcpy(x + (size_t)i * n.hidden_pad, x + (size_t)from * n.hidden_pad, 32 * 4);
+                    }
+                }
         });
-        if (count)
-            multiply(act, count, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
+        m = count;
+    }
+
+    void head() {
+        if (m)
+            multiply(norm(c.norm, kFinalNorm), m, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
                      [&](int m0, int rows, int nb, const float* out) {
                          for (int i = 0; i < rows; i++) {
                              float* to = c.logits + (size_t)(m0 + i) * n.logit_stride + nb * 32;
@@ -230,6 +246,8 @@ struct Forward {
                 const Layer& layer = c.layers[l];
                 qkv(layer, norm(layer.attn_norm, kNorm));
                 attend(l);
+                if (l + 1 == n.layers) keep_samples();
+                if (!m) break;
                 add_product(c.act_attn, n.kt_attn, layer.wo, layer.bo, layer.wgu, n.nb_gate_up, kOut);
                 gate_up(layer, norm(layer.mlp_norm, kMlpNorm));
                 const bool last = l + 1 == n.layers;

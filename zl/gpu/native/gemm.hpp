@@ -2,54 +2,35 @@
 // Each output element is one chain over k in order at every row count, so rows never depend on each other; quantised
 // records are unpacked to the bf16 values that a plain record would hold, so the kind changes no bit either.
 #pragma once
-#include "blocks.hpp"
-#include "tile.hpp"
+#include "gemm_blocks.hpp"
 
 namespace zl {
 
-// The bytes that a thread reads next: its range of the matrix at hand, then its range of the one after.
-struct Stream {
-    const char *end, *next;
-    const char* ahead(const char* p, size_t by) const {
-        p += by;
-        return p < end ? p : next + (p - end);
-    }
+// A block of 32 columns, and its rows [r0, r1): r0 is a multiple of 32, and all rows unless the records are plain.
+struct Part {
+    int nb, r0, r1;
 };
 
-template <int kKind, class T>
-inline const T* tiles_of(const char* record, T* room) {
-    if constexpr (kKind == kPlain) {
-        return (const T*)record;
-    } else {
-        unpack<kKind>(record, room);
-        return room;
-    }
-}
-
 template <int kKind, class T, class F>
-inline void vector_gemm(const T* a, int m, int kt, const Matrix& b, int nb0, int nb1, T* room, F&& done) {
+inline void vector_gemm(const T* a, int kt, const Matrix& b, const Part& part, T* room, F&& done) {
     alignas(64) float c[16 * 32];
     const size_t record = record_bytes(kKind, sizeof(T));
-    for (int nb = nb0; nb < nb1; nb++) {
-        const char* at = b.data + (size_t)nb * kt * record;
-        const T* block = (const T*)at;
-        if constexpr (kKind != kPlain) {
-            for (int k = 0; k < kt; k++) unpack<kKind>(at + k * record, room + (size_t)k * 2 * kTile);
-            block = room;
-        }
-        for (int m0 = 0; m0 < m; m0 += 16) {
-            int rows = m - m0 < 16 ? m - m0 : 16;
-            product_tiles<T>(rows, 2, a + (size_t)(m0 / 16) * kt * kTile, 32, kTile, block, 2 * kTile, kTile, kt, c, 32,
-                             false);
-            done(m0, rows, nb, (const float*)c);
-        }
+    const char* at = b.data + (size_t)part.nb * kt * record;
+    const T* block = (const T*)at;
+    if constexpr (kKind != kPlain) {
+        for (int k = 0; k < kt; k++) unpack<kKind>(at + k * record, room + (size_t)k * 2 * kTile);
+        block = room;
+    }
+    for (int r = part.r0; r < part.r1; r += 16) {
+        const int rows = part.r1 - r < 16 ? part.r1 - r : 16;
+        product_tiles<T>(rows, 2, a + (size_t)(r / 16) * kt * kTile, 32, kTile, block, 2 * kTile, kTile, kt, c, 32, false);
+        done(r, rows, part.nb, (const float*)c);
     }
 }
 
 #ifdef ZL_AMX
-// c[16 kRows][32] = kRows row tiles times the records that get(k) gives, in order. With kAhead get runs one record
-// ahead of the products: their tile loads then meet stores that have reached the cache.
-template <int kRows, bool kAhead, class Get>
+// c[16 kRows][32] = kRows row tiles times the records that get(k) gives, in order.
+template <int kRows, class Get>
 inline void amx_block(const bf16* a0, const bf16* a1, int kt, Get&& get, float* c) {
     _tile_zero(0);
     _tile_zero(1);
@@ -57,15 +38,12 @@ inline void amx_block(const bf16* a0, const bf16* a1, int kt, Get&& get, float* 
         _tile_zero(2);
         _tile_zero(3);
     }
-    const bf16* b = kAhead ? get(0) : nullptr;
     for (int k = 0; k < kt; k++) {
-        const bf16* now = kAhead ? b : get(k);
+        const bf16* b = get(k);
         _tile_loadd(4, a0 + (size_t)k * kTile, 64);
         if constexpr (kRows > 1) _tile_loadd(5, a1 + (size_t)k * kTile, 64);
-        if (kAhead && k + 1 < kt) b = get(k + 1);
-        tile_fence();  // the tile loads see what was unpacked
-        _tile_loadd(6, now, 64);
-        _tile_loadd(7, now + kTile, 64);
+        _tile_loadd(6, b, 64);
+        _tile_loadd(7, b + kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (kRows > 1) _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -79,74 +57,97 @@ inline void amx_block(const bf16* a0, const bf16* a1, int kt, Get&& get, float* 
     }
 }
 
-// Up to two row tiles: the records stream by, `ahead` bytes of them requested in advance.
-template <int kKind, class F>
-inline void amx_stream(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, bf16* room,
-                       F&& done) {
-    alignas(64) float c[32 * 32];
-    constexpr size_t record = kKind == kQ4 ? kQ4Record : kKind == kQ8 ? kQ8Record : 4 * kTile;
-    constexpr size_t ahead = kKind == kPlain ? 16384 : 8192;
-    for (int nb = nb0; nb < nb1; nb++) {
-        const char* block = b.data + (size_t)nb * kt * record;
-        auto next = [&](int k) {
-            const char* at = block + k * record;
-            prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(at, ahead));
-            return tiles_of<kKind>(at, room + (k & 3) * 2 * kTile);
-        };
-        if (m <= 16) amx_block<1, kKind != kPlain>(a, nullptr, kt, next, c);
-        else amx_block<2, kKind != kPlain>(a, a + (size_t)kt * kTile, kt, next, c);
-        done(0, m, nb, (const float*)c);
-    }
-}
-
-// More rows, plain records: the next block is fetched piecewise while this one is used.
+// Up to two row tiles, plain records: they stream by, `ahead` bytes of them requested in advance.
 template <class F>
-inline void amx_reuse(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, F&& done) {
-    alignas(64) float c[32 * 32];
-    const int mt = (m + 15) / 16, pairs = (mt + 1) / 2, per = (32 + pairs - 1) / pairs;
-    const size_t a_step = (size_t)kt * kTile;
-    for (int nb = nb0; nb < nb1; nb++) {
-        const bf16* block = (const bf16*)b.data + (size_t)nb * kt * 2 * kTile;
-        const char* next = s.ahead((const char*)block, (size_t)kt * 4 * kTile);
-        for (int t = 0; t < mt; t += 2) {
-            const bf16 *a0 = a + t * a_step, *a1 = a0 + a_step;
-            const char* fetch = next + (size_t)(t / 2) * kt * per * 64;
-            auto get = [&](int k) {
-                for (int i = 0; i < per; i++) _mm_prefetch(fetch + (size_t)(k * per + i) * 64, _MM_HINT_T1);
-                return block + (size_t)k * 2 * kTile;
-            };
-            if (t + 1 < mt) amx_block<2, false>(a0, a1, kt, get, c);
-            else amx_block<1, false>(a0, nullptr, kt, get, c);
-            done(t * 16, m - t * 16 < 32 ? m - t * 16 : 32, nb, (const float*)c);
-        }
+inline void amx_stream(const bf16* a, int m, int kt, const Matrix& b, int nb, const Stream& s, Later<F>& later) {
+    constexpr size_t record = 4 * kTile, ahead = 16384;
+    const char* block = b.data + (size_t)nb * kt * record;
+    auto next = [&](int k) {
+        const char* at = block + k * record;
+        prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(at, ahead));
+        later.some();
+        return (const bf16*)at;
+    };
+    if (m <= 16) amx_block<1>(a, nullptr, kt, next, later.next());
+    else amx_block<2>(a, a + (size_t)kt * kTile, kt, next, later.next());
+    later.put(0, m, nb);
+}
+
+// More rows, plain records: the next block is fetched piecewise while this one is used, and the activation's next tiles
+// come from the second-level cache.
+template <class F>
+inline void amx_reuse(const bf16* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, Later<F>& later) {
+    const int pairs = (m + 31) / 32, per = (32 + pairs - 1) / pairs;
+    const bf16* block = (const bf16*)b.data + (size_t)part.nb * kt * 2 * kTile;
+    const char* next = s.ahead((const char*)block, (size_t)kt * 4 * kTile);
+    for (int r = part.r0; r < part.r1; r += 32) {
+        const bf16 *a0 = a + (size_t)(r / 16) * kt * kTile, *a1 = a0 + (size_t)kt * kTile;
+        const char* fetch = next + (size_t)(r / 32) * kt * per * 64;
+        auto get = [&](int k) {
+            for (int i = 0; i < per; i++) _mm_prefetch(fetch + (size_t)(k * per + i) * 64, _MM_HINT_T1);
+            prefetch_lines<16, _MM_HINT_T0>((const char*)(a0 + (size_t)(k + 1) * kTile));
+            prefetch_lines<16, _MM_HINT_T0>((const char*)(a1 + (size_t)(k + 1) * kTile));
+            later.some();
+            return block + (size_t)k * 2 * kTile;
+        };
+        const int rows = part.r1 - r < 32 ? part.r1 - r : 32;
+        if (rows > 16) amx_block<2>(a0, a1, kt, get, later.next());
+        else amx_block<1>(a0, nullptr, kt, get, later.next());
+        later.put(r, rows, part.nb);
     }
 }
 
 template <int kKind, class F>
-inline void amx_gemm(const bf16* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, bf16* room,
-                     F&& done) {
-    if (kKind != kPlain || m <= 32) amx_stream<kKind>(a, m, kt, b, nb0, nb1, s, room, done);
-    else amx_reuse(a, m, kt, b, nb0, nb1, s, done);
+inline void amx_gemm(const bf16* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, bf16* room,
+                     Later<F>& later) {
+    if constexpr (kKind != kPlain) return amx_blocks<kKind>(a, m, kt, b, part.nb, s, room, later);
+    if (m <= 32) amx_stream(a, m, kt, b, part.nb, s, later);
+    else amx_reuse(a, m, kt, b, part, s, later);
 }
 #endif
 
-// Blocks [nb0, nb1) of a [m, 32 * kt] activation times a packed matrix; done(m0, rows, nb, c) gets up to 32 rows of
-// float c[32][32]. Blocks take m <= kUnpackRows. room: kt records of two tiles, this thread's own.
-template <int kKind, class T, class F>
-inline void gemm_of(const T* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, T* room, F&& done) {
+// How many parts of rows the blocks of a product are cut into: enough work items for the threads to end together, of
+// at least 64 rows, since a part reads its block's weights anew.
+inline int row_parts(int m, int blocks, int kind, int n_threads) {
+    constexpr int kItems = 32;  // a thread
+    const int want = (kItems * n_threads + blocks - 1) / blocks, most = kind == kPlain ? m / 64 : 1;
+    return want < most ? want : most > 1 ? most : 1;
+}
+
+// What a thread does before its blocks of one product: sets the tiles, and gives the activation as gemm takes it, in
+// `room` if it must be turned.
+template <class T>
+inline const T* ready(const T* a, int m, int kt, const Matrix& b, T* room) {
 #ifdef ZL_AMX
-    if constexpr (sizeof(T) == 2) return amx_gemm<kKind>(a, m, kt, b, nb0, nb1, s, room, done);
+    if constexpr (sizeof(T) == 2)
+        if (b.kind != kPlain) {
+            use_block_tiles(m);
+            return right_operand(a, m, kt, room + kRing * 2 * kTile);
+        }
 #endif
-    (void)s;
-    vector_gemm<kKind>(a, m, kt, b, nb0, nb1, room, done);
+    (void)kt, (void)b, (void)room;
+    use_tiles(m < 16 ? m : 16);
+    return a;
+}
+
+// A part of a [m, 32 * kt] activation, made `ready`, times a packed matrix. later.done(m0, rows, nb, c) gets up to 32
+// rows of float c[.][32]; the last of them come when the caller ends with later.all(). Quantised records take
+// m <= kUnpackRows. room: kt + kRing records of two tiles, this thread's own, the same as for `ready`.
+template <int kKind, class T, class F>
+inline void gemm_of(const T* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, T* room, Later<F>& later) {
+#ifdef ZL_AMX
+    if constexpr (sizeof(T) == 2) return amx_gemm<kKind>(a, m, kt, b, part, s, room, later);
+#endif
+    (void)m, (void)s;
+    vector_gemm<kKind>(a, kt, b, part, room, later.done);
 }
 template <class T, class F>
-inline void gemm(const T* a, int m, int kt, const Matrix& b, int nb0, int nb1, const Stream& s, T* room, F&& done) {
+inline void gemm(const T* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, T* room, Later<F>& later) {
     if constexpr (sizeof(T) == 2) {
-        if (b.kind == kQ4) return gemm_of<kQ4>(a, m, kt, b, nb0, nb1, s, room, done);
-        if (b.kind == kQ8) return gemm_of<kQ8>(a, m, kt, b, nb0, nb1, s, room, done);
+        if (b.kind == kQ4) return gemm_of<kQ4>(a, m, kt, b, part, s, room, later);
+        if (b.kind == kQ8) return gemm_of<kQ8>(a, m, kt, b, part, s, room, later);
     }
-    gemm_of<kPlain>(a, m, kt, b, nb0, nb1, s, room, done);
+    gemm_of<kPlain>(a, m, kt, b, part, s, room, later);
 }
 
 }  // namespace zl

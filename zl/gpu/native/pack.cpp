@@ -97,15 +97,14 @@ static bool put_q4(char* record, int tile, int lane, const uint8_t* block, bool 
     const uint8_t* q = block + (has_m ? 4 : 2);
     for (int k = 0; k < 32; k++) {
         const int value = k < 16 ? q[k] & 15 : q[k - 16] >> 4;
-        const int row = k / 2, word = 2 * lane + k % 2, j = row % 4 * 2 + word / 16;
-        record[tile * 256 + row / 4 * 64 + word % 16 * 4 + j / 2] |= (char)(value << j % 2 * 4);
+        record[q4_at(tile, k, lane)] |= (char)(value << q4_shift(k, lane));
     }
     return true;
 }
 
 static bool put_q8(char* record, int tile, int lane, const uint8_t* block) {
     memcpy(record + 1024 + tile * 32 + lane * 2, block, 2);
-    for (int k = 0; k < 32; k++) record[tile * 512 + k / 2 * 32 + 2 * lane + k % 2] = (char)block[2 + k];
+    for (int k = 0; k < 32; k++) record[q8_at(tile, k, lane)] = (char)block[2 + k];
     return true;
 }
 

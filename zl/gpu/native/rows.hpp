@@ -8,10 +8,14 @@
 
 namespace zl {
 
-// Writes 32 values of row r, k tile kt, of an activation with n_kt k tiles.
+// The 32 values of row r, k tile kt, of an activation with n_kt k tiles.
+template <class T>
+inline T* row_of(T* a, int n_kt, int r, int kt) {
+    return a + ((size_t)(r >> 4) * n_kt + kt) * kTile + (r & 15) * 32;
+}
 template <class T>
 inline void put(T* a, int n_kt, int r, int kt, V16 lo, V16 hi) {
-    vstore_pair(a + ((size_t)(r >> 4) * n_kt + kt) * kTile + (r & 15) * 32, lo, hi);
+    vstore_pair(row_of(a, n_kt, r, kt), lo, hi);
 }
 // Writes 16 values: half of a k tile.
 template <class T>

@@ -152,6 +152,32 @@ inline void vstore_pair(float* p, V16 lo, V16 hi) {
     vstore(p + 16, hi);
 }
 
+// out[2 i], out[2 i + 1] = a[i], b[i] of sixteen each.
+inline void vinterleave(bf16* out, const bf16* a, const bf16* b) {
+#ifdef __AVX512F__
+    const __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
+    const __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
+    _mm512_storeu_si512(out, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+#else
+    for (int i = 0; i < 16; i += 8) {
+        const __m128i x = _mm_loadu_si128((const __m128i*)(a + i)), y = _mm_loadu_si128((const __m128i*)(b + i));
+        _mm_storeu_si128((__m128i*)(out + 2 * i), _mm_unpacklo_epi16(x, y));
+        _mm_storeu_si128((__m128i*)(out + 2 * i + 8), _mm_unpackhi_epi16(x, y));
+    }
+#endif
+}
+// Sixteen pairs of bf16 that lie `stride` elements apart, side by side.
+inline void vcollect_pairs(bf16* out, const bf16* from, int stride) {
+    const __m256i at = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(stride));
+#ifdef __AVX512F__
+    const __m512i far = _mm512_inserti64x4(_mm512_castsi256_si512(at), _mm256_add_epi32(at, _mm256_set1_epi32(8 * stride)), 1);
+    _mm512_storeu_si512(out, _mm512_i32gather_epi32(far, from, 2));
+#else
+    _mm256_storeu_si256((__m256i*)out, _mm256_i32gather_epi32((const int*)from, at, 2));
+    _mm256_storeu_si256((__m256i*)(out + 16), _mm256_i32gather_epi32((const int*)(from + 8 * stride), at, 2));
+#endif
+}
+
 // exp: reduction by ln 2 in two parts, Taylor polynomial of degree 7 (error below 6e-9 on the reduced range).
 // A NaN passes through: the clamps return their second operand.
 inline V16 vexp(V16 x) {

@@ -16,6 +16,7 @@ import numpy as np
 from zl.errors import CapacityError, DeviceError, InvariantError, ModelError, ShapeError
 from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
+from zl.gpu.native.needs import config_of, kinds_of, pool_bytes
 from zl.gpu.native.packed import Packed, body_begin, read_head, write_head
 from zl.shapes import PAGE, ModelShape
 
@@ -34,12 +35,6 @@ STAGES = (
 )  # fmt: skip
 """Names of `NativeStep.times()`."""
 _PLAN, _EMBED, _SAMPLE = (STAGES.index(name) for name in ("plan", "embed", "sample"))
-
-
-def pool_bytes(shape: ModelShape, n_pages: int, item_bytes: int) -> int:
-    """Count the bytes of the native KV pool: head_dim is padded by halves to multiples of 16."""
-    head_pad = 2 * (-(-(shape.head_dim // 2) // 16) * 16)
-    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * item_bytes
 
 
 class NativeStep:
@@ -85,12 +80,10 @@ class NativeStep:
         self._max_rows, self._model_len = columns.prompt_ids.shape
         self._eos = np.array(shape.eos_ids, np.int32)
         self._blocks = blocks if self.dtype == "bfloat16" else None
-        self._kinds = read_head(packed.weights)[0] if packed is not None else self._choose_kinds()
-        config = abi.Config(
-            shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
-            self._max_rows, self._model_len, columns.page_table.shape[1], n_pages, max_step_tokens,
-            n_threads, self.dtype == "bfloat16", len(self._eos), shape.rms_eps, self._eos.ctypes.data,
-            self._kinds.ctypes.data,
+        self._kinds = read_head(packed.weights)[0] if packed is not None else kinds_of(shape, self._blocks)
+        config = config_of(
+            shape, self.dtype, self._kinds, self._eos, rows=self._max_rows, model_len=self._model_len,
+            table=columns.page_table.shape[1], n_pages=n_pages, step_tokens=max_step_tokens, threads=n_threads,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
@@ -300,22 +293,6 @@ class NativeStep:
     @property
     def _head(self) -> str:
         return "embed" if self.shape.tied else "head"
-
-    def _format(self, name: str) -> str:
-        found = self._blocks(name) if self._blocks else None
-        return found[0] if found else ""
-
-    def _choose_kinds(self) -> np.ndarray:
-        """Decide for each packed matrix whether it keeps its tensors' blocks: all of them must agree on the kind."""
-        kinds = []
-        aligned = self.shape.head_dim % 32 == 0  # else wo's columns are padded, and blocks would be torn
-        for names in [tuple(f"layers.{i}.{n}" for n in p) for i in range(self.shape.n_layers) for p in abi.PACKED] + [
-            (self._head,)
-        ]:
-            found = {abi.BLOCK_FORMATS.get(self._format(name), (0, 0))[1] for name in names}
-            torn = names[0].endswith("wo") and not aligned
-            kinds.append(found.pop() if len(found) == 1 and not torn else 0)
-        return np.array(kinds, np.uint8)
 
     def _matrix(self, name: str, layer: int, full: str, weights: Mapping[str, torch.Tensor], kind: int) -> None:
         self._put(name, layer, weights[full])

@@ -60,8 +60,9 @@ struct Worker {
     int first(int n) const { return (int)((int64_t)n * index / n_threads); }
 
     // Calls f(begin, end, limit) for chunks of [0, n); limit ends the contiguous range that the chunk was cut from.
-    template <class F>
-    void run(int n, int chunk, F&& f) {
+    // Then calls finish(), after which this thread's part must be done.
+    template <class F, class G>
+    void run(int n, int chunk, F&& f, G&& finish) {
         Stage& s = stages->at(at++);
         if (n <= 0) return;
         uint32_t mine = 0;
@@ -77,9 +78,14 @@ struct Worker {
                 mine += (uint32_t)(b - a);
             }
         }
+        finish();
         if (n_threads == 1) return;
         if (mine) s.done.add(mine);
         s.done.wait((uint32_t)n, kStageSpins);
+    }
+    template <class F>
+    void run(int n, int chunk, F&& f) {
+        run(n, chunk, f, [] {});
     }
 };
 

@@ -1,8 +1,42 @@
-// AMX tile set-up and prefetch helpers; empty of tiles on levels without them.
+// AMX tile set-up and what is read ahead; empty of tiles on levels without them.
 #pragma once
 #include "simd.hpp"
 
 namespace zl {
+
+// The bytes that a thread reads next: its range of the matrix at hand, then its range of the one after.
+struct Stream {
+    const char *end, *next;
+    const char* ahead(const char* p, size_t by) const {
+        p += by;
+        return p < end ? p : next + (p - end);
+    }
+};
+
+// Sums of a block that wait for `done`. A few of their rows are handed over in each step of the next block's k loop,
+// where the vector units are idle.
+template <class F>
+struct Later {
+    F& done;
+    int which = 0, m0 = 0, rows = 0, nb = 0;
+    alignas(64) float c[2][32 * 32];
+
+    explicit Later(F& f) : done(f) {}
+    float* next() { return c[which ^ 1]; }  // where the sums that `put` announces are written
+    void put(int m, int n, int block) {
+        all();
+        which ^= 1, at_ = 0, m0 = m, rows = n, nb = block;
+    }
+    void some() {
+        if (at_ + 2 <= rows) done(m0 + at_, 2, nb, (const float*)c[which] + at_ * 32), at_ += 2;
+    }
+    void all() {
+        if (at_ < rows) done(m0 + at_, rows - at_, nb, (const float*)c[which] + at_ * 32), at_ = rows;
+    }
+
+  private:
+    int at_ = 0;
+};
 
 template <int N, _mm_hint H>
 inline void prefetch_lines(const char* p) {
@@ -18,8 +52,14 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// GCC's tile load does not tell the compiler that it reads memory: stores before it must not move past it.
+// GCC's tile and configuration loads do not tell the compiler that they read memory: stores before them must not move
+// past them.
 inline void tile_fence() { asm volatile("" ::: "memory"); }
+
+inline void load_config(const TileConfig& t) {
+    asm volatile("" ::"r"(&t) : "memory");
+    _tile_loadconfig(&t);
+}
 
 inline void use_tiles(int n_rows) {
     TileConfig t;
@@ -27,7 +67,7 @@ inline void use_tiles(int n_rows) {
         t.bytes[i] = 64;
         t.rows[i] = (uint8_t)(i < 6 ? n_rows : 16);
     }
-    _tile_loadconfig(&t);
+    load_config(t);
 }
 
 // Leaves the tile state as other users of the process (oneDNN) expect it.

@@ -1,0 +1,227 @@
+"""zl/tools/switchover.py: what is started, moved, stopped and taken back, with small servers and real commands."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.fake_server import FakeServer
+from zl.cli import main
+from zl.errors import ConfigError
+from zl.net.codec import Finish, Usage, encode_last, encode_tokens
+from zl.tools.fleet import Fleet, Instance
+from zl.tools.switchover import Procedure, SwitchError
+
+
+class Server(FakeServer):
+    """Answers every request with one token; falls ill when its file appears."""
+
+    def __init__(self, unix: Path, ill: Path, token: bool = True):
+        super().__init__(unix)
+        self._ill, self._token = ill, token
+
+    async def _converse(self, reader, writer, running):
+        if not self._ill.exists():  # a new connection to an ill server is closed, as WIRE.md says
+            await super()._converse(reader, writer, running)
+
+    async def _answer(self, request, writer):
+        if self._token:
+            writer.write(encode_tokens(request.request_id, [7], b"x", None, 1))
+        writer.write(encode_last(request.request_id, [], b"", None, Finish.LENGTH, Usage()))
+
+
+class Site:
+    """Two instances whose commands write down that they were run."""
+
+    def __init__(self, tmp_path: Path):
+        self.folder = tmp_path
+        self.said: list[str] = []
+        self.fleet = Fleet((self.instance("blue"), self.instance("green")), start_s=1.0, steady_s=0.1, drain_s=10.0)
+
+    def instance(self, name: str, stop: str = "") -> Instance:
+        def note(what: str) -> str:
+            return f"echo {what} {name} >>{self.folder / 'run'}"
+
+        return Instance(
+            name, f"unix:{self.folder / name}", start=("sh", "-c", note("start")),
+            stop=("sh", "-c", f"{note('stop')}; {stop or f'touch {self.folder / name}.ill'}"),
+        )  # fmt: skip
+
+    def server(self, name: str, token: bool = True) -> Server:
+        return Server(self.folder / name, self.folder / f"{name}.ill", token)
+
+    def procedure(self, **changes) -> Procedure:
+        return Procedure(replace(self.fleet, **changes), self.said.append)
+
+    @property
+    def run(self) -> list[str]:
+        path = self.folder / "run"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def site(tmp_path):
+    return Site(tmp_path)
+
+
+def test_the_old_one_is_stopped_once_the_new_one_is_well(site):
+    with site.server("blue"), site.server("green") as green:
+        site.procedure().switch("green")
+        assert site.run == ["stop blue"]  # green was there: it is not started twice
+        assert len(green.requests) == 1  # the canary
+        assert "green is well: model fake" in "\n".join(site.said)
+        site.procedure().switch("green")  # serves already, alone
+        assert site.run == ["stop blue"]
+
+
+def test_one_that_does_not_come_up_changes_nothing(site):
+    with site.server("blue"):
+        with pytest.raises(SwitchError, match="rolled back, blue serves: not ready within 1 s: green does not answer"):
+            site.procedure().switch("green")
+        assert site.run == ["start green", "stop green"]
+
+
+def test_one_that_answers_pings_but_no_request_changes_nothing(site):
+    with site.server("blue"), site.server("green", token=False):
+        with pytest.raises(SwitchError, match="answered a request for one token with 0"):
+            site.procedure().switch("green")
+        assert site.run == []  # it ran before: it is left as it was found
+
+
+def test_one_that_falls_ill_while_it_is_watched_changes_nothing(site):
+    with site.server("blue"), site.server("green"):
+        threading.Timer(0.5, (site.folder / "green.ill").touch).start()
+        with pytest.raises(SwitchError, match="rolled back, blue serves: green does not answer a ping"):
+            site.procedure(steady_s=5.0).switch("green")
+        assert site.run == []
+
+
+def test_one_that_falls_ill_while_the_old_one_drains_is_left_for_the_old_one(site):
+    # Blue's stop makes green ill, as an upgrade that cannot bear the whole load would be.
+    stop = f"touch {site.folder / 'green.ill'}; sleep 1.5"
+    with site.server("blue"), site.server("green"):
+        with pytest.raises(SwitchError, match="rolled back, blue serves again"):
+            site.procedure(instances=(site.instance("blue", stop), site.instance("green"))).switch("green")
+        assert site.run == ["stop blue", "start blue"]
+
+
+def test_a_start_command_that_fails_says_so(site):
+    broken = replace(site.instance("green"), start=("sh", "-c", "exit 3"))
+    missing = replace(site.instance("green"), start=("/nonexistent/zl",))
+    with site.server("blue"):
+        with pytest.raises(SwitchError, match="ended with status 3"):
+            site.procedure(instances=(site.instance("blue"), broken)).switch("green")
+        with pytest.raises(SwitchError, match="cannot be run: No such file"):
+            site.procedure(instances=(site.instance("blue"), missing)).switch("green")
+
+
+def test_an_old_one_that_does_not_end_is_reported(site):
+    stuck = site.instance("blue", "exec sleep 20")
+    with site.server("blue"), site.server("green"):
+        begun = time.monotonic()
+        with pytest.raises(SwitchError, match=r"blue did not stop within 0\.5 s"):
+            site.procedure(instances=(stuck, site.instance("green")), drain_s=0.5).switch("green")
+        assert time.monotonic() - begun < 10
+
+
+def test_readiness_counts_where_there_is_a_url(site):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if (site.folder / "ready").exists() else 503)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        green = replace(site.instance("green", "true"), ready=f"http://127.0.0.1:{web.server_port}/readyz")
+        with site.server("blue"), site.server("green"):
+            with pytest.raises(SwitchError, match="says 503"):
+                site.procedure(instances=(site.instance("blue"), green)).switch("green")
+            assert site.run == ["start green", "stop green"]  # it pings, but is not ready: as if it were not there
+            (site.folder / "ready").touch()
+            site.procedure(instances=(site.instance("blue"), green)).switch("green")
+            assert site.run[2:] == ["stop blue"]
+        web.shutdown()
+
+
+def test_traffic_moves_by_a_command_and_back(site):
+    move = ("sh", "-c", f"echo move {{name}} >>{site.folder / 'run'}")
+    with site.server("blue"), site.server("green"):
+        site.procedure(traffic="command", move=move).switch("green")
+        assert site.run == ["move green", "stop blue"]
+        (site.folder / "blue.ill").unlink()
+        threading.Timer(0.5, (site.folder / "blue.ill").touch).start()
+        with pytest.raises(SwitchError, match="rolled back, green serves"):
+            site.procedure(traffic="command", move=move, steady_s=5.0).switch("blue")
+        assert site.run[2:] == ["move blue", "move green"]
+
+
+def test_a_rolling_restart_needs_two_and_takes_one_at_a_time(site):
+    with site.server("blue"):
+        with pytest.raises(SwitchError, match="two instances that serve, not blue"):
+            site.procedure().roll()
+        assert site.run == []
+        back = [site.instance(name, "true") for name in ("blue", "green")]
+        with site.server("green"):
+            site.procedure(instances=tuple(back)).roll()
+        assert site.run == ["stop blue", "start blue", "stop green", "start green"]
+
+
+def test_a_rolling_restart_ends_at_the_first_that_does_not_come_back(site):
+    with site.server("blue"), site.server("green"):
+        with pytest.raises(SwitchError, match="blue did not come back, the others serve"):
+            site.procedure().roll()
+        assert site.run == ["stop blue", "start blue"]
+
+
+def write(site: Site) -> str:
+    lines = ["[switch]", "steady_s = 0.1"]
+    for each in site.fleet.instances:
+        stop = ["sh", "-c", "true"]
+        lines += [f"[instances.{each.name}]", f"address = '{each.address}'", f"start = {stop}", f"stop = {stop}"]
+    path = site.folder / "switch.toml"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_the_command_says_what_serves_switches_and_locks(site, capsys):
+    config = write(site)
+    assert main(["switch", "--config", config]) == 1
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(site.server("blue"))
+        assert main(["switch", "--config", config]) == 0
+        assert "blue\tserves at unix:" in capsys.readouterr().out
+        stack.enter_context(site.server("green"))
+        with subprocess.Popen(["flock", config, "sh", "-c", "echo locked; read line"], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE) as lock:  # fmt: skip
+            assert lock.stdout.readline() == b"locked\n"
+            assert main(["switch", "green", "--config", config]) == 1
+            assert "another zl switch" in capsys.readouterr().err
+            lock.stdin.close()
+            lock.wait(10)
+        assert main(["switch", "green", "--config", config]) == 0
+        assert "green serves; blue stopped" in capsys.readouterr().out
+    assert main(["switch", "--roll", "blue", "--config", config]) == 2
+
+
+def test_an_unknown_instance_is_wrong_use(site):
+    with pytest.raises(ConfigError, match="no instance 'red'"):
+        site.procedure().switch("red")
+
+
+def test_what_can_be_taken_back_is_when_a_step_of_it_fails(site):
+    move = ("sh", "-c", "exit 4")
+    with site.server("blue"):
+        broken = replace(site.instance("green"), stop=("sh", "-c", f"echo stop green >>{site.folder / 'run'}; exit 5"))
+        with site.server("green"), pytest.raises(SwitchError, match=r"rolled back, blue serves: .* status 4"):
+            site.procedure(instances=(site.instance("blue"), broken), traffic="command", move=move).switch("green")
+        assert "a step failed" in site.said[-1]

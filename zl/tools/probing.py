@@ -1,0 +1,73 @@
+"""Ask one instance, at its own address, whether it is there and fit to serve: ping, readiness, a token.
+
+Owns no state. Refuses torch, numpy and asyncio.
+"""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+
+from zl.client.errors import ZlClientError
+from zl.client.messages import Timeouts
+from zl.client.sync import Client
+from zl.errors import ZlError
+from zl.tools.fleet import Instance
+
+PROBE_S = 2.0
+CANARY_S = 30.0
+
+
+class NotReadyError(ZlError):
+    """An instance is not fit to serve; the text says in what way."""
+
+
+def probe(instance: Instance) -> None:
+    """Ping the instance on a new connection, and ask its readiness URL if it has one.
+
+    A server that drains, or whose engine stands still, closes new connections that ping.
+
+    Raises  NotReadyError
+    """
+    try:
+        with Client(instance.address, timeout=PROBE_S) as client:
+            client.ping()
+    except ZlClientError as error:
+        raise NotReadyError(f"{instance.name} does not answer a ping: {error}") from error
+    if not instance.ready:
+        return
+    try:
+        with urllib.request.urlopen(instance.ready, timeout=PROBE_S) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise NotReadyError(f"{instance.name} is not ready: {instance.ready} says {error.code}") from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise NotReadyError(f"{instance.name}: no answer from {instance.ready} ({reason})") from error
+
+
+def canary(instance: Instance, auth_token: str) -> str:
+    """Have the instance generate a token; return its model and build.
+
+    Raises  NotReadyError
+    """
+    try:
+        with Client(instance.address, timeout=Timeouts(PROBE_S, CANARY_S, CANARY_S), auth_token=auth_token) as client:
+            info = client.hello(auth_token)
+            answer = client.ask("ready?", max_tokens=1, temperature=0, ignore_eos=True)
+    except ZlClientError as error:
+        raise NotReadyError(f"{instance.name} does not answer a request: {error}") from error
+    if len(answer.token_ids) != 1:
+        raise NotReadyError(f"{instance.name} answered a request for one token with {len(answer.token_ids)}")
+    return f"model {info.model}, version {info.version}, build {info.build_id[:12]}"
+
+
+def answers(instance: Instance) -> bool:
+    """Say whether the instance is there and takes requests."""
+    try:
+        probe(instance)
+    except NotReadyError:
+        return False
+    return True
