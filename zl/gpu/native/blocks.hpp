@@ -104,8 +104,8 @@ template <int kKind>
 inline void unpack(const char* record, bf16* out);
 
 #ifdef ZL_AMX
-// A column's 32 values are one lookup of its 16 possible ones: nibbles, as words, index a table of words. The lookup reads
-// five bits of its index, so two columns share a table.
+// A column's 32 values are one lookup of its 16 possible ones: nibbles, as words, index a table of words. The lookup
+// reads five bits of its index, so two columns share a table.
 template <>
 inline void unpack<kQ4>(const char* record, bf16* out) {
     alignas(64) float scales[64];  // by tile: 16 d, 16 m
@@ -117,7 +117,8 @@ inline void unpack<kQ4>(const char* record, bf16* out) {
         const float *d = scales + group / 4 * 32 + group % 4 * 4, *m = d + 16;
 #pragma GCC unroll 2
         for (int i = 0; i < 4; i += 2) {
-            const V16 even = vfma(numbers, vset1(d[i]), vset1(m[i])), odd = vfma(numbers, vset1(d[i + 1]), vset1(m[i + 1]));
+            const V16 even = vfma(numbers, vset1(d[i]), vset1(m[i]));
+            const V16 odd = vfma(numbers, vset1(d[i + 1]), vset1(m[i + 1]));
             const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
             const __m512i at = _mm512_and_si512(i ? _mm512_srli_epi16(nibbles, 8) : nibbles, low);
             const __m512i next = _mm512_srli_epi16(nibbles, 4 * i + 4);

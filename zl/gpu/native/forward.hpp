@@ -50,9 +50,9 @@ struct Forward {
             if (ids[i] >= 0 && ids[i] < n.vocab) seen[ids[i] >> 5] |= 1u << (ids[i] & 31);
     }
 
-    // The normed rows as an activation. Of a few rows each thread makes its own copy, which is
-    // cheaper than meeting the others; a thread that was put aside meanwhile may read x while it changes, but then all
-    // blocks of the product that follows have been taken and nobody uses its copy.
+    // The normed rows as an activation. Of a few rows each thread makes its own copy, which is cheaper than meeting the
+    // others; a thread that was put aside meanwhile may read x while it changes, but then all blocks of the product
+    // that follows have been taken and nobody uses its copy.
     const T* norm(const float* weight, TimeOf stage) {
         const bool own = m <= kOwnRows;
         T* to = own ? (T*)c.own_act[w.index] : (T*)c.act_hidden;
@@ -79,7 +79,8 @@ struct Forward {
         w.run(blocks * parts, 1, [&](int item, int, int limit) {
             const int nb = item / parts, r = item % parts * each;
             const Part part{nb, r, r + each < rows ? r + each : rows};
-            gemm(act, rows, kt, b, part, Stream{b.data + (size_t)((limit + parts - 1) / parts) * block_bytes, next}, room, later);
+            const Stream ahead{b.data + (size_t)((limit + parts - 1) / parts) * block_bytes, next};
+            gemm(act, rows, kt, b, part, ahead, room, later);
         }, [&] { later.all(); });
         clock.mark(stage);
     }

@@ -23,31 +23,34 @@ inline void vector_gemm(const T* a, int kt, const Matrix& b, const Part& part, T
     }
     for (int r = part.r0; r < part.r1; r += 16) {
         const int rows = part.r1 - r < 16 ? part.r1 - r : 16;
-        product_tiles<T>(rows, 2, a + (size_t)(r / 16) * kt * kTile, 32, kTile, block, 2 * kTile, kTile, kt, c, 32, false);
+        const T* rows_of = a + (size_t)(r / 16) * kt * kTile;
+        product_tiles<T>(rows, 2, rows_of, 32, kTile, block, 2 * kTile, kTile, kt, c, 32, false);
         done(r, rows, part.nb, (const float*)c);
     }
 }
 
 #ifdef ZL_AMX
-// c[16 kRows][32] = kRows row tiles times the records that get(k) gives, in order.
-template <int kRows, class Get>
-inline void amx_block(const bf16* a0, const bf16* a1, int kt, Get&& get, float* c) {
+// c[16 kRows][32] = kRows row tiles times a block of plain records. each(k) runs behind the products of step k.
+template <int kRows, class Each>
+inline void amx_block(const bf16* a0, const bf16* a1, const bf16* b, int kt, Each&& each, float* c) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (kRows > 1) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int k = 0; k < kt; k++) {
-        const bf16* b = get(k);
-        _tile_loadd(4, a0 + (size_t)k * kTile, 64);
-        if constexpr (kRows > 1) _tile_loadd(5, a1 + (size_t)k * kTile, 64);
+    for (int k = 0; k < kt; k++, b += 2 * kTile) {
         _tile_loadd(6, b, 64);
-        _tile_loadd(7, b + kTile, 64);
+        _tile_loadd(4, a0 + (size_t)k * kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
-        if constexpr (kRows > 1) _tile_dpbf16ps(2, 5, 6);
+        if constexpr (kRows > 1) {
+            _tile_loadd(5, a1 + (size_t)k * kTile, 64);
+            _tile_dpbf16ps(2, 5, 6);
+        }
+        _tile_loadd(7, b + kTile, 64);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (kRows > 1) _tile_dpbf16ps(3, 5, 7);
+        each(k);
     }
     _tile_stored(0, c, 128);
     _tile_stored(1, c + 16, 128);
@@ -62,37 +65,35 @@ template <class F>
 inline void amx_stream(const bf16* a, int m, int kt, const Matrix& b, int nb, const Stream& s, Later<F>& later) {
     constexpr size_t record = 4 * kTile, ahead = 16384;
     const char* block = b.data + (size_t)nb * kt * record;
-    auto next = [&](int k) {
-        const char* at = block + k * record;
-        prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(at, ahead));
+    auto each = [&](int k) {
+        prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(block + k * record, ahead));
         later.some();
-        return (const bf16*)at;
     };
-    if (m <= 16) amx_block<1>(a, nullptr, kt, next, later.next());
-    else amx_block<2>(a, a + (size_t)kt * kTile, kt, next, later.next());
+    if (m <= 16) amx_block<1>(a, nullptr, (const bf16*)block, kt, each, later.next());
+    else amx_block<2>(a, a + (size_t)kt * kTile, (const bf16*)block, kt, each, later.next());
     later.put(0, m, nb);
 }
 
 // More rows, plain records: the next block is fetched piecewise while this one is used, and the activation's next tiles
 // come from the second-level cache.
 template <class F>
-inline void amx_reuse(const bf16* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, Later<F>& later) {
+inline void amx_reuse(const bf16* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s,
+                      Later<F>& later) {
     const int pairs = (m + 31) / 32, per = (32 + pairs - 1) / pairs;
     const bf16* block = (const bf16*)b.data + (size_t)part.nb * kt * 2 * kTile;
     const char* next = s.ahead((const char*)block, (size_t)kt * 4 * kTile);
     for (int r = part.r0; r < part.r1; r += 32) {
         const bf16 *a0 = a + (size_t)(r / 16) * kt * kTile, *a1 = a0 + (size_t)kt * kTile;
         const char* fetch = next + (size_t)(r / 32) * kt * per * 64;
-        auto get = [&](int k) {
+        auto each = [&](int k) {
             for (int i = 0; i < per; i++) _mm_prefetch(fetch + (size_t)(k * per + i) * 64, _MM_HINT_T1);
             prefetch_lines<16, _MM_HINT_T0>((const char*)(a0 + (size_t)(k + 1) * kTile));
             prefetch_lines<16, _MM_HINT_T0>((const char*)(a1 + (size_t)(k + 1) * kTile));
             later.some();
-            return block + (size_t)k * 2 * kTile;
         };
         const int rows = part.r1 - r < 32 ? part.r1 - r : 32;
-        if (rows > 16) amx_block<2>(a0, a1, kt, get, later.next());
-        else amx_block<1>(a0, nullptr, kt, get, later.next());
+        if (rows > 16) amx_block<2>(a0, a1, block, kt, each, later.next());
+        else amx_block<1>(a0, nullptr, block, kt, each, later.next());
         later.put(r, rows, part.nb);
     }
 }
@@ -134,7 +135,8 @@ inline const T* ready(const T* a, int m, int kt, const Matrix& b, T* room) {
 // rows of float c[.][32]; the last of them come when the caller ends with later.all(). Quantised records take
 // m <= kUnpackRows. room: kt + kRing records of two tiles, this thread's own, the same as for `ready`.
 template <int kKind, class T, class F>
-inline void gemm_of(const T* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, T* room, Later<F>& later) {
+inline void gemm_of(const T* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, T* room,
+                    Later<F>& later) {
 #ifdef ZL_AMX
     if constexpr (sizeof(T) == 2) return amx_gemm<kKind>(a, m, kt, b, part, s, room, later);
 #endif
@@ -142,7 +144,8 @@ inline void gemm_of(const T* a, int m, int kt, const Matrix& b, const Part& part
     vector_gemm<kKind>(a, kt, b, part, room, later.done);
 }
 template <class T, class F>
-inline void gemm(const T* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, T* room, Later<F>& later) {
+inline void gemm(const T* a, int m, int kt, const Matrix& b, const Part& part, const Stream& s, T* room,
+                 Later<F>& later) {
     if constexpr (sizeof(T) == 2) {
         if (b.kind == kQ4) return gemm_of<kQ4>(a, m, kt, b, part, s, room, later);
         if (b.kind == kQ8) return gemm_of<kQ8>(a, m, kt, b, part, s, room, later);

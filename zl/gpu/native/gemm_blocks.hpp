@@ -82,7 +82,8 @@ inline void block_product(const bf16* a0, const bf16* a1, int a_stride, int kt, 
 
 // One block times the right operand `a`.
 template <int kKind, class F>
-inline void amx_blocks(const bf16* a, int m, int kt, const Matrix& b, int nb, const Stream& s, bf16* ring, Later<F>& later) {
+inline void amx_blocks(const bf16* a, int m, int kt, const Matrix& b, int nb, const Stream& s, bf16* ring,
+                       Later<F>& later) {
     alignas(64) float sums[4 * 256];
     constexpr size_t record = kKind == kQ4 ? kQ4Record : kQ8Record, ahead = 8192;
     const char* block = b.data + (size_t)nb * kt * record;
