@@ -23,7 +23,7 @@ LIMIT = 3.0
 async def run(args: argparse.Namespace) -> list[dict[str, float]]:
     """Start one server, warm it up, measure the rounds; return their figures."""
     scenario = SCENARIOS["long"]
-    size = serve.size_of(args)
+    size = serve.size_of(args, "long")
     logs = serve.CACHE / "bench/logs"
     logs.mkdir(parents=True, exist_ok=True)
     plan = Plan(args.gguf, args.hf_folder, size.streams + 1, scenario.row_tokens(size), args.threads)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, default=serve.DEFAULT_GGUF)
     parser.add_argument("--hf-folder", type=Path)
     args = parser.parse_args(argv)
-    args.systems, args.scenario, args.per_stream, args.idle = [args.system], "long", 1, 0
+    args.systems, args.per_stream, args.idle = [args.system], 1, 0
     args.arrivals_seconds, args.prompts = 0.0, Path()
     try:
         args.hf_folder = serve.hf_folder(args)

@@ -146,46 +146,56 @@ async def _sample(server: Server) -> None:
         await asyncio.sleep(SAMPLE_S)
 
 
-async def run(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """Start all, warm up, measure round by round, end all; return the result."""
-    scenario = SCENARIOS[args.scenario]
-    size = size_of(args)
-    plan = Plan(args.gguf, args.hf_folder, size.streams, scenario.row_tokens(size), args.threads)
-    if args.scenario == "poisson":
-        plan = dataclasses.replace(plan, streams=max(plan.streams, 256))
+async def run(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
+    """Start all, then for each scenario warm up and measure round by round; end all; return a result a scenario."""
+    sizes = {name: size_of(args, name) for name in args.scenario}
+    streams = max(max(size.streams, 256 if name == "poisson" else 0) for name, size in sizes.items())
+    row_tokens = max(SCENARIOS[name].row_tokens(size) for name, size in sizes.items())
+    plan = Plan(args.gguf, args.hf_folder, streams, row_tokens, args.threads)
     subjects = {name: Subject(driver(name), plan, logs) for name in args.systems}
-    result = header(args, size)
-    rates: dict[str, float] = {}
     try:
         for name, subject in subjects.items():
             for _ in range(args.startups - 1):
                 await subject.start()
                 await subject.stop()
             await subject.start()
-            say(f"{name}: first token {subject.notes['startup_s'][-1]:.1f} s after its start; warming up")
-            warm = dataclasses.replace(size, rate=size.rate or 4.0, arrivals_s=4.0)
-            await scenario.run(subject.client, warm, args.seed + 9_000)
-            if args.scenario == "poisson":
-                rates[name] = args.rate or POISSON_SHARE * await capacity(subject.client, size, args.seed + 9_001)
-                subject.notes["capacity_per_s"] = rates[name] / POISSON_SHARE
-            await subject.note_idling()
-            if size.idle:
-                await subject.client.connect(size.streams + size.idle)
+            say(f"{name}: first token {subject.notes['startup_s'][-1]:.1f} s after its start")
             subject.rest()
-        for number, name in alternating(args.systems, args.rounds):
-            sized = dataclasses.replace(size, rate=rates.get(name, 0.0))
-            figures = await measure(subjects[name], scenario, sized, args.seed + number)
-            subjects[name].rest()
-            result["rounds"].append({"round": number, "system": name, **figures})
-            say(report.line(number, name, figures))
+        return [await compare(args, SCENARIOS[name], size, subjects) for name, size in sizes.items()]
     finally:
         for subject in subjects.values():
             await subject.stop()
-    result["systems"] = {name: subject.notes for name, subject in subjects.items()}
+
+
+async def compare(
+    args: argparse.Namespace, scenario: Scenario, size: Size, subjects: dict[str, Subject]
+) -> dict[str, Any]:
+    """Measure one scenario on servers that are up; return the result."""
+    result = header(args, scenario.name, size)
+    rates: dict[str, float] = {}
+    for name, subject in subjects.items():
+        assert subject.server is not None
+        subject.server.resume()
+        warm = dataclasses.replace(size, rate=size.rate or 4.0, arrivals_s=4.0)
+        await scenario.run(subject.client, warm, args.seed + 9_000)
+        if scenario.name == "poisson":
+            rates[name] = args.rate or POISSON_SHARE * await capacity(subject.client, size, args.seed + 9_001)
+            subject.notes["capacity_per_s"] = rates[name] / POISSON_SHARE
+        await subject.note_idling()
+        if size.idle:
+            await subject.client.connect(size.streams + size.idle)
+        subject.rest()
+    for number, name in alternating(args.systems, args.rounds):
+        sized = dataclasses.replace(size, rate=rates.get(name, 0.0))
+        figures = await measure(subjects[name], scenario, sized, args.seed + number)
+        subjects[name].rest()
+        result["rounds"].append({"round": number, "system": name, **figures})
+        say(f"{scenario.name}: {report.line(number, name, figures)}")
+    result["systems"] = {name: dict(subject.notes) for name, subject in subjects.items()}
     return result
 
 
-def header(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+def header(args: argparse.Namespace, scenario: str, size: Size) -> dict[str, Any]:
     """Put down what was measured, where and when."""
     machine = subprocess.run(
         [sys.executable, "-m", "bench.machine", "--threads", str(args.threads), "--seconds", str(args.machine_seconds)],
@@ -193,7 +203,7 @@ def header(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     )  # fmt: skip
     settings = dataclasses.asdict(size) | {"prompts": size.prompts.name, "threads": args.threads, "seed": args.seed}
     return {
-        "scenario": args.scenario,
+        "scenario": scenario,
         "commit": git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -214,9 +224,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def size_of(args: argparse.Namespace) -> Size:
+def size_of(args: argparse.Namespace, scenario: str) -> Size:
     """Take what was said and the scenario's own figures for the rest."""
-    s = SCENARIOS[args.scenario]
+    s = SCENARIOS[scenario]
     return Size(
         streams=args.streams or s.streams,
         tokens=args.tokens or s.tokens,
@@ -231,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the command line."""
     p = argparse.ArgumentParser(prog="python -m bench.serve", description="Compare servers in alternating rounds.")
     p.add_argument("--systems", type=lambda s: s.split(","), default=["zl", "vllm"], help=f"of {', '.join(known())}")
-    p.add_argument("--scenario", choices=SCENARIOS, default="full")
+    p.add_argument("--scenario", type=lambda s: s.split(","), default=["full"], help=f"of {', '.join(SCENARIOS)}")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--streams", type=int, help="default: the scenario's")
     p.add_argument("--tokens", type=int, help="tokens of an answer; default: the scenario's")
@@ -257,6 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     strange = [name for name in args.systems if name not in known()]
     if strange:
         p.error(f"no system is called {strange[0]!r}; there are {', '.join(known())}")
+    strange = [name for name in args.scenario if name not in SCENARIOS]
+    if strange:
+        p.error(f"no scenario is called {strange[0]!r}; there are {', '.join(SCENARIOS)}")
     if not args.gguf.exists():
         p.error(f"{args.gguf} is not there; `make pull` fetches the embedded model, --gguf names another")
     _raise_file_limit()
@@ -266,14 +279,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     try:
         args.hf_folder = hf_folder(args)
-        result = uvloop.run(run(args, logs))
+        results = uvloop.run(run(args, logs))
     except (MissingPeerError, RuntimeError, ValueError) as error:
         print(f"bench.serve: {error}", file=sys.stderr)
         return 1
-    path = args.out / f"{stamp}-{args.scenario}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(report.table(result))
-    say(f"written: {', '.join(str(p) for p in report.write(path))}")
+    for result in results:
+        path = args.out / f"{stamp}-{result['scenario']}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(report.table(result))
+        say(f"written: {', '.join(str(p) for p in report.write(path))}")
     return 0
 
 

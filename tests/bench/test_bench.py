@@ -287,9 +287,9 @@ def test_zl_is_measured_with_default_settings():
 
 def test_sizes_default_to_the_scenario_and_give_way_to_flags():
     p = serve.parser()
-    size = serve.size_of(p.parse_args(["--scenario", "full"]))
+    size = serve.size_of(p.parse_args([]), "full")
     assert (size.streams, size.tokens, size.per_stream, size.idle) == (128, 64, 1, 0)
-    size = serve.size_of(p.parse_args(["--scenario", "idle", "--streams", "3", "--tokens", "5", "--idle", "70"]))
+    size = serve.size_of(p.parse_args(["--streams", "3", "--tokens", "5", "--idle", "70"]), "idle")
     assert (size.streams, size.tokens, size.idle) == (3, 5, 70)
 
 
