@@ -28,6 +28,13 @@ Line = Mapping[str, Any]
 """What becomes one JSON object."""
 
 BATCH_BYTES = 1 << 20
+
+CLOSING_S = 10.0
+"""How long closing waits for what is still to be written."""
+
+YIELD_S = 5e-5
+"""Pause after each entry, so that an engine thread back from its step need not wait for the interpreter."""
+
 _ROTATED = re.compile(r"\d{8}T\d{6}\.\d{6}Z")
 
 
@@ -104,7 +111,7 @@ class Journal:
         self._wanted_open = True
         self._queue.put(_Order())
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = CLOSING_S) -> None:
         """Write what waits, and end the thread; after `timeout_s` it is left behind."""
         self._ending = True
         self._queue.put(_Order())
@@ -125,7 +132,8 @@ class Journal:
                     lines = self._lines(entry)
                     data += lines
                     size += sum(map(len, lines))
-                    n_entries += 1
+                    n_entries += bool(lines)
+                    time.sleep(YIELD_S)
                 if size >= BATCH_BYTES or self._queue.empty():
                     break
                 entry = self._queue.get()
@@ -180,7 +188,10 @@ class Journal:
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
+        fresh = not self.path.exists()
         self._fd = os.open(self.path, flags, self._mode)
+        if fresh:
+            os.fchmod(self._fd, self._mode)  # whatever the umask; what an administrator has changed stays
         self._size = os.fstat(self._fd).st_size
         # Where a crash or a full disk cut a line short, the next one must not be glued to it.
         if self._size and os.pread(self._fd, 1, self._size - 1) not in (b"\n", b""):
@@ -196,7 +207,8 @@ class Journal:
         aside = self.path.with_name(f"{self.path.name}.{_file_stamp()}")
         while aside.exists():
             aside = self.path.with_name(f"{self.path.name}.{_file_stamp()}")
-        self.path.rename(aside)
+        with contextlib.suppress(FileNotFoundError):  # somebody else's rotation was faster
+            self.path.rename(aside)
         self._shut()
         self._open()
         self.counters.rotations += 1

@@ -6,6 +6,7 @@ State: none that outlives `run`. Nothing imports this but the command line and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -19,6 +20,7 @@ import uvloop
 from zl.address import parse_address
 from zl.build import prepare
 from zl.config import Settings
+from zl.errors import ZlError
 from zl.health import Phase
 from zl.net.listen import Bound, bind_all, systemd_sockets, unbind
 from zl.net.tls import Certificate, tls_context
@@ -59,8 +61,13 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         raise
 
     async def main() -> int:
-        with phases("arena and wiring"):
-            server = Server(build, engine, columns, slots, run_ahead, notifier)
+        try:
+            with phases("arena and wiring"):
+                server = Server(build, engine, columns, slots, run_ahead, notifier)
+        except BaseException:  # a log that cannot be opened, say
+            _unbind(bounds)
+            engine.close()
+            raise
 
         def apply(new: Settings) -> None:
             presented = tls_context(new.tls_cert, new.tls_key) if certificate is not None else None
@@ -79,7 +86,10 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
             serving = server.health.phase is Phase.READY
             if serving:
                 notifier.reloading()
-            reloader.reload()
+            if not reloader.reload():
+                now = reloader.settings
+                with contextlib.suppress(ZlError):  # a rotated file is let go of all the same
+                    logs.set(now.log_level, now.log_format, now.log_file)
             server.reopen_logs()
             if serving:
                 server.tell_ready()

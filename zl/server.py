@@ -32,6 +32,7 @@ from zl.gpu.nvtx import MarkedEngine, NvtxMark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.health import STALL_S, Health, Phase
+from zl.journal import CLOSING_S
 from zl.metrics.collect import Read
 from zl.metrics.http import MetricsServer
 from zl.metrics.nvml import Nvml, open_nvml
@@ -47,7 +48,6 @@ from zl.pages import PageBooks
 from zl.phases import Phases
 from zl.rows import Rows
 from zl.service import Built, Service
-from zl.shapes import PAGE
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -61,7 +61,7 @@ STOP_S = 10.0
 STUCK_S = 1.0
 """How long one may take that has not moved for STALL_S."""
 
-CLOSE_S = FLUSH_S + STOP_S + 5.0
+CLOSE_S = FLUSH_S + STOP_S + 2 * CLOSING_S + 5.0
 """How long the service manager is to wait beyond the drain deadline."""
 
 
@@ -212,6 +212,9 @@ class Server:
         deadline = self._loop.time() + FLUSH_S
         while self.net.connections and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
+        for journal in (self._access, self._audit):  # every request has ended: nothing is put any more
+            if journal is not None:
+                journal.close()
         ending = asyncio.ensure_future(asyncio.to_thread(self.generation.stop))
         await asyncio.wait({ending}, timeout=STOP_S if self.health.stalled_s < STALL_S else STUCK_S)
         self.stuck = not ending.done()
@@ -222,9 +225,6 @@ class Server:
             self.engine.close()
         self._prompt_thread.shutdown(cancel_futures=True)
         self.net.close()
-        for journal in (self._access, self._audit):
-            if journal is not None:
-                journal.close()
         if self.metrics is not None:
             self.metrics.close()
         if self._nvml is not None:
@@ -300,17 +300,9 @@ class Server:
             build_id=build.build_id,
         )
 
-    def _planned_memory(self) -> dict[str, int]:
-        """Count what an engine that nothing watches holds, by the build's sizes."""
-        from zl.gpu import cuda_memory  # here: it reads the kernels' sizes, which the CPU program never needs
-
-        model, item = self.build.model, 2 if self.build.dtype == "bfloat16" else 4
-        page = 2 * model.n_layers * model.n_kv_heads * PAGE * model.head_dim * item
-        weights = cuda_memory.weight_bytes(model) * item // 2
-        return {"weights": weights, "kv_pool": self.build.shapes.n_pages * page}
-
     def _sources(self) -> dict[str, Read]:
-        build = self.build
+        build, plan = self.build, self.build.memory
+        planned = {"weights": plan.weights, "kv_pool": plan.kv_pool, "buffers": plan.buffers}
         parts = Parts(
             service=self.service,
             dispatcher=self.dispatcher,
@@ -320,7 +312,7 @@ class Server:
             generation=self.generation,
             arena=self.arena,
             guard=self._guard,
-            memory=self._guard.memory if self._guard is not None else self._planned_memory(),
+            memory=planned | (self._guard.memory if self._guard is not None else {}),
             sampled_by=SAMPLED_BY,
             build=(zl.__version__, build.model.name, build.build_id, build.device.name, self.engine.name),
         )

@@ -5,6 +5,7 @@ Refuses torch, rows, dispatch, net and asyncio.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,8 +67,9 @@ class Guarded(ABC):
 
     @property
     def beat_age_s(self) -> float:
-        """Tell how long ago the last good heartbeat was."""
-        return self._clock() - self.heartbeat.beaten_at
+        """Tell how long ago the last good heartbeat was; infinite where the check is off."""
+        now = self._clock()
+        return math.inf if self.heartbeat.pause(now) is None else now - self.heartbeat.beaten_at
 
     @abstractmethod
     def launch(self, slot: int) -> int:

@@ -218,7 +218,7 @@ class GenerationLoop:
         self.counters.turned_at = time.monotonic()
         while self._flights and self._due is not None and self._due():
             self._land(self._flights.popleft())
-        self._times.scheduled(time.perf_counter_ns())
+        (self._times.scheduled if self.busy else self._times.idled)(time.perf_counter_ns())
         pause = None
         if self._between is not None and not self._flights:
             pause = self._between()

@@ -80,7 +80,7 @@ FAMILIES: tuple[Family, ...] = (
         "glue_layer_gpu_memory_bytes", GAUGE, "bytes",
         "Memory that each component holds where the model computes: the GPU, or on a CPU device this process. Fixed "
         "at start: a value that changes is a bug. arena is the host memory that payloads land in.",
-        **_by("component", "weights", "kv_pool", "arena"),
+        **_by("component", "weights", "kv_pool", "buffers", "arena"),
     ),
     Family(
         "glue_layer_share_ratio", GAUGE, "",
@@ -147,7 +147,8 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "zl_threshold_exceeded_total", COUNTER, "",
-        "Requests past a threshold, by what the policy did about it: allow served it as it was, clamp cut it to the "
+        "Requests past a threshold, by what the policy did about it: allow let it pass (what the server cannot hold is "
+        "refused all the same), clamp cut it to the "
         "threshold, reject answered limit_exceeded.",
         labels=("limit", "action"), values=(LIMITS, ACTIONS),
     ),
@@ -225,12 +226,12 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "zl_heartbeats_total", COUNTER, "",
         "Checks of the program against its readings at start, by result.",
-        **_by("result", "ok", "failed"), where="the device has a guard (CPU)",
+        **_by("result", "ok", "failed"), where="a guard watches the program",
     ),
     Family(
         "zl_heartbeat_age_seconds", GAUGE, "seconds",
         "Time since the last good check. Above three periods: the engine is stuck or the check is off.",
-        where="the device has a guard (CPU)",
+        where="a guard watches the program",
     ),
     Family(
         "zl_engine_stall_seconds", GAUGE, "seconds",

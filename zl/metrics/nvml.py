@@ -5,6 +5,7 @@ State: the handles of the GPUs, held until `close`. Refuses torch, asyncio and c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from typing import Any
@@ -26,19 +27,21 @@ class Nvml:
         """Give bytes by GPU and state."""
         found: dict[tuple[str, ...], float] = {}
         for gpu, handle in self._gpus.items():
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            found[gpu, "free"], found[gpu, "used"] = memory.free, memory.used
+            with contextlib.suppress(self._nvml.NVMLError):  # lost, or not allowed: the other figures must still come
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                found[gpu, "free"], found[gpu, "used"] = memory.free, memory.used
         return found
 
     def clocks(self) -> dict[tuple[str, ...], float]:
         """Give hertz by GPU and clock."""
         nvml = self._nvml
         kinds = (("sm", nvml.NVML_CLOCK_SM), ("memory", nvml.NVML_CLOCK_MEM))
-        return {
-            (gpu, name): 1e6 * nvml.nvmlDeviceGetClockInfo(handle, kind)
-            for gpu, handle in self._gpus.items()
-            for name, kind in kinds
-        }
+        found: dict[tuple[str, ...], float] = {}
+        for gpu, handle in self._gpus.items():
+            for name, kind in kinds:
+                with contextlib.suppress(nvml.NVMLError):
+                    found[gpu, name] = 1e6 * nvml.nvmlDeviceGetClockInfo(handle, kind)
+        return found
 
     def sources(self) -> dict[str, Read]:
         """Map the catalog's names to what reads them."""

@@ -199,7 +199,8 @@ def _engine(p: Parts) -> dict[str, Read]:
         "zl_steps_total": lambda: counters.steps,
         "zl_step_tokens_total": lambda: {"prefill": counters.prefill_tokens, "decode": counters.decode_tokens},
         "zl_program_hits_total": hits,
-        "zl_fallback_steps_total": lambda: counters.fallback,
+        # Without a guard the twin is what was asked for: it stands in for nothing.
+        "zl_fallback_steps_total": lambda: counters.fallback if p.guard is not None else 0,
         "zl_engine_stall_seconds": lambda: p.health.stalled_s,
         "zl_live": lambda: p.health.live,
         "zl_ready": lambda: p.health.ready,
