@@ -6,6 +6,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
     $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info < (3, 14) else "")' 2>/dev/null)))
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
 # A GPU driver brings the CUDA extras; elsewhere the constraint keeps the release that zl is tested with on the CPU.
 ifneq ($(wildcard /proc/driver/nvidia/version),)
@@ -45,7 +46,7 @@ serve: pull ## serve the embedded model; Ctrl-C ends it
 	@exec $(BIN)/zl serve --listen tcp:127.0.0.1:7433 --listen 'unix:$(SOCKET)'
 
 test: $(VENV)/.installed-test pull ## run the tests; make test ARGS='-k cancel' picks some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,11 @@ import pytest
 ROOT = str(Path(__file__).parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+
+# What starts the suite in the background may have it ignore these; programs under test would inherit that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 MODEL = "smollm2-135m-instruct"
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,3 +42,25 @@ def oracle(gguf_path):
     from tests.oracle import load_gguf
 
     return load_gguf(gguf_path)
+
+
+@pytest.fixture
+def tell(record_property) -> Callable[[str], None]:
+    """Say something that the end of the run shows, whatever captures or distributes the tests."""
+    return lambda text: record_property("told", text)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Show what tests had to tell."""
+    told = [
+        (report.nodeid, text)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, text in report.user_properties
+        if name == "told"
+    ]
+    if told:
+        terminalreporter.section("figures")
+    for nodeid, text in told:
+        terminalreporter.write_line(f"{nodeid.partition('::')[2]}: {text.strip()}")

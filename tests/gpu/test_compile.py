@@ -56,9 +56,8 @@ def compiled() -> list[Compiled]:
 
 
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles_without_spills_within_shared_memory(compiled, capsys):
-    with capsys.disabled():
-        print("\n" + compile_file.report(compiled))
+def test_every_kernel_compiles_without_spills_within_shared_memory(compiled, tell):
+    tell("\n" + compile_file.report(compiled))
     for c in compiled:
         where = f"{c.model} {c.name} sm_{c.capability}"
         assert c.frame_bytes == 0, f"{where} spills {c.frame_bytes} bytes a thread"

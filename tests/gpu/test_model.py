@@ -223,13 +223,13 @@ def test_embedded_model_logits_and_greedy_tokens_equal_transformers(embedded, or
     assert tokens == [oracle_greedy(oracle, ids, 64) for ids in prompts]
 
 
-def test_embedded_model_in_bfloat16_stays_within_its_bound(gguf_path, embedded, prompts):
+def test_embedded_model_in_bfloat16_stays_within_its_bound(gguf_path, embedded, prompts, tell):
     narrow = load_weights(open_model(gguf_path), BF16)
     errors = []
     for ids in prompts:
         first, exact = all_logits(narrow, ids)[-1], all_logits(embedded, ids)[-1]
         errors.append(float((first - exact).norm() / exact.norm()))
-    print("first-token logits, relative error of bfloat16:", *(f"{e:.4f}" for e in errors))
+    tell("first-token logits, relative error of bfloat16: " + " ".join(f"{e:.4f}" for e in errors))
     assert 0 < max(errors) < BF16_BOUND
 
 

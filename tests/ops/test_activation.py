@@ -106,14 +106,14 @@ class Knocker(threading.Thread):
             self.longest_s = max(self.longest_s, time.monotonic() - begun)
 
 
-def test_a_restart_loses_no_connection_attempt_while_the_socket_is_held(service, tmp_path, small):
+def test_a_restart_loses_no_connection_attempt_while_the_socket_is_held(service, tmp_path, small, tell):
     tcp = listening(socket.AF_INET, ("127.0.0.1", 0))
     unix = listening(socket.AF_UNIX, str(tmp_path / "s"))
     with tcp, unix:
-        restart_under_load(service, tmp_path, small, tcp, unix)
+        restart_under_load(service, tmp_path, small, tcp, unix, tell)
 
 
-def restart_under_load(service, tmp_path, small, tcp: socket.socket, unix: socket.socket) -> None:
+def restart_under_load(service, tmp_path, small, tcp: socket.socket, unix: socket.socket, tell) -> None:
     fds = (tcp.fileno(), unix.fileno())
 
     def start(number: int):
@@ -137,14 +137,14 @@ def restart_under_load(service, tmp_path, small, tcp: socket.socket, unix: socke
     turned_away = sum(each.turned_away for each in knockers)
     lost = [failure for each in knockers for failure in each.lost]
     longest_s = max(each.longest_s for each in knockers)
-    print(f"\nheld socket, {restarts} restarts: {answered} answered, {turned_away} told to come again, "
-          f"{len(lost)} lost, longest wait {longest_s:.1f} s")  # fmt: skip
+    tell(f"held socket, {restarts} restarts: {answered} answered, {turned_away} told to come again, "
+         f"{len(lost)} lost, longest wait {longest_s:.1f} s")  # fmt: skip
     assert not lost, lost[:3]
     assert answered > 50
     assert server.close() == 0
 
 
-def test_cold_start_of_a_built_model_within_8_s_to_ready(service, tmp_path, gguf_path):
+def test_cold_start_of_a_built_model_within_8_s_to_ready(service, tmp_path, gguf_path, tell):
     flags = ("--model", str(gguf_path), "--listen", f"unix:{tmp_path / 's'}")
     first = service(tmp_path / "first", *flags).ready()  # builds, where no test before has
     assert first.close() == 0
@@ -153,7 +153,7 @@ def test_cold_start_of_a_built_model_within_8_s_to_ready(service, tmp_path, gguf
     seconds = server.manager.said("READY")[0].at - begun
     words = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
     cpu_seconds = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime, proc(5)
-    print(f"\ncold start from a built artifact: READY after {seconds:.2f} s, {cpu_seconds:.2f} s of CPU time")
+    tell(f"cold start from a built artifact: READY after {seconds:.2f} s, {cpu_seconds:.2f} s of CPU time")
     assert "no artifact" not in server.text()
     assert "making an artifact" not in server.text()
     # A start waits for nothing but its cores: on a busy machine the clock would show the neighbours.

@@ -34,7 +34,7 @@ def stalled(service, tmp_path, small):
     return server, path, before, client, stream, blocker, at
 
 
-def test_a_stall_stops_food_and_readiness_within_2_s_while_the_event_loop_answers(service, tmp_path, small):
+def test_a_stall_stops_food_and_readiness_within_2_s_while_the_event_loop_answers(service, tmp_path, small, tell):
     server, path, before, client, stream, blocker, at = stalled(service, tmp_path, small)
     with before, client:
         unready_after = 0.0
@@ -56,7 +56,7 @@ def test_a_stall_stops_food_and_readiness_within_2_s_while_the_event_loop_answer
         assert pings(path)
         assert "listening on" in server.manager.said("STATUS")[-1].fields["STATUS"]
     assert server.close() == 0
-    print(f"\nstall: new connections refused after {unready_after:.2f} s, last watchdog message after {last_fed:.2f} s")
+    tell(f"stall: new connections refused after {unready_after:.2f} s, last watchdog message after {last_fed:.2f} s")
 
 
 def test_the_watchdogs_signal_says_where_every_thread_stood(service, tmp_path, small):

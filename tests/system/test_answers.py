@@ -189,9 +189,9 @@ def test_deadline_ends_with_a_typed_error(server):
         assert server.settle(5.0) == (0, 0, 0)
 
 
-def test_share_of_equal_greedy_tokens_in_the_default_dtype(default_server, float32_answers):
+def test_share_of_equal_greedy_tokens_in_the_default_dtype(default_server, float32_answers, tell):
     """bfloat16 is another arithmetic: its greedy tokens part from float32's where two logits are close."""
     answers = greedy_answers(default_server.unix)
     equal = sum(a.token_ids == b.token_ids for a, b in zip(answers, float32_answers, strict=True))
-    print(f"\nbfloat16: {equal} of {len(PROMPTS)} prompts have the {N_NEW} greedy tokens of float32")
+    tell(f"bfloat16: {equal} of {len(PROMPTS)} prompts have the {N_NEW} greedy tokens of float32")
     assert equal >= len(PROMPTS) // 2

@@ -9,10 +9,9 @@ from bench import determinism
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
-def test_answers_are_equal_to_the_last_bit(gguf_path, capsys):
+def test_answers_are_equal_to_the_last_bit(gguf_path, capsys, tell):
     wrong = determinism.run(36, 2, 48, 16, ["--model", str(gguf_path)])
-    with capsys.disabled():
-        print(f"\n{capsys.readouterr().out}", end="")
+    tell(capsys.readouterr().out)
     assert wrong == 0
 
 

@@ -16,6 +16,8 @@ from zl.net import codec, schema_pb2
 from zl.net.frames import FrameDecoder, Payload
 from zl.net.messages import ServerInfo, Usage
 from zl.net.session import Send, Session, Submit
+from zl.policy import Policy
+from zl.shapes import Shapes
 from zl.tools.dissector import Dissection, Problem, dissect
 
 VECTORS = Path(__file__).parent.parent / "data" / "vectors"
@@ -39,6 +41,9 @@ ANSWERS = [
 ANSWERS.append(b"".join(ANSWERS))
 
 
+POLICY = Policy(Shapes())
+
+
 def server_verdict(data: bytes) -> tuple[int, Code] | None:
     """The frame that the server finds wrong first, and its code; None where it takes the whole stream."""
     session, decoder, n = Session(), FrameDecoder(), 0
@@ -54,6 +59,7 @@ def server_verdict(data: bytes) -> tuple[int, Code] | None:
                 return n, action.code
             if isinstance(action, Submit):
                 try:
+                    POLICY.rule(action.request)
                     codec.check_tokens(action.request, VOCAB)
                 except PeerError as error:
                     return n, error.code

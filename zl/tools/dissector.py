@@ -137,7 +137,8 @@ def _judge(payload: bytes, side: Side, places: dict[str, Place], end: int, vocab
         request = codec.decode_request(payload)
         if request.operation in (Operation.CANCEL, Operation.HELLO):
             return None
-        codec.check_request(request)
+        codec.check_request(request, max_messages=None)
+        codec.check_request(request)  # the limit on turns comes after the field rules: a server's policy rules on it
         codec.check_tokens(request, vocab_size)
     except FrameError as error:
         # The walker found nothing, the library did: say so rather than call it fine.
