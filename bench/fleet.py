@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -163,7 +164,9 @@ class HAProxy:
     def __init__(self, folder: Path, servers: dict[str, str]):
         if shutil.which("haproxy") is None:
             raise RuntimeError("haproxy is not installed: apt-get install haproxy")
-        self.port, self.runtime = free_port(), f"unix:{folder / 'haproxy.sock'}"
+        # HAProxy adds to a socket's path while it starts, and 97 bytes are all it takes: `folder` may be too long.
+        self._short = tempfile.TemporaryDirectory(prefix="zl-")
+        self.port, self.runtime = free_port(), f"unix:{self._short.name}/haproxy.sock"
         self.address = f"tcp:127.0.0.1:{self.port}"
         config = folder / "haproxy.cfg"
         config.write_text("\n".join(self._lines(servers)) + "\n")
@@ -204,6 +207,7 @@ class HAProxy:
         """End it."""
         self._process.terminate()
         self._process.wait(20)
+        self._short.cleanup()
 
 
 def write_switch_file(path: Path, instances: Sequence[Instance], runtime: str = "", **switch: object) -> Path:
