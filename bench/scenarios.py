@@ -142,6 +142,7 @@ async def _long(client: Client, size: Size, seed: int) -> Outcome:
     await client.connect(size.streams + 1)
     with _no_collector():
         running = [asyncio.ensure_future(client.ask(p, i)) for i, p in enumerate(asked)]
+        await asyncio.sleep(0)  # all are sent now: until then, progress is that of the answer before
         while any(client.progress(i) < SETTLED_FRAMES and not running[i].done() for i in range(size.streams)):
             await asyncio.sleep(0.005)
         trace = await client.ask(long, size.streams)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import statistics
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from bench import report, serve
 from bench.clients import FrameClient, FrameConnection, SseClient, SseConnection
 from bench.drivers import driver, known
 from bench.drivers.base import HOST, MissingPeerError, Plan, python_of
-from bench.scenarios import SCENARIOS, Size, arrivals, burst
+from bench.scenarios import SCENARIOS, SETTLED_FRAMES, Size, arrivals, burst
 from bench.stats import alternating, gap_stretch, ratios
 from zl.net import codec
 from zl.tools import prompts
@@ -353,3 +354,38 @@ def test_failed_requests_are_told_under_the_table(result):
     assert "Failed" not in report.table(result)
     result["rounds"][1]["failed"] = 2
     assert "Failed requests: vllm 2" in report.table(result)
+
+
+class Stepwise:
+    """A client whose streams get a frame a millisecond; what it had of an answer stays until the next is asked for."""
+
+    def __init__(self):
+        self.traces: dict[int, Trace] = {}
+        self.when_long: list[int] = []
+
+    async def connect(self, n: int) -> None:
+        for i in range(n):
+            self.traces.setdefault(i, Trace())
+
+    def progress(self, stream: int) -> int:
+        return len(self.traces[stream].arrivals)
+
+    async def ask(self, prompt, stream: int) -> Trace:
+        trace = self.traces[stream] = Trace(sent=time.perf_counter())
+        if len(prompt.messages[0].split()) > 1_000:
+            self.when_long = [self.progress(i) for i in range(stream)]
+        for _ in range(prompt.max_tokens):
+            await asyncio.sleep(0.001)
+            trace.arrivals.append(time.perf_counter())
+        return trace
+
+
+def test_the_long_prompt_comes_when_this_rounds_streams_run():
+    async def rounds():
+        client = Stepwise()
+        size = serve.size_of(serve.parser().parse_args(["--streams", "3", "--tokens", "40"]), "long")
+        for number in range(2):
+            await SCENARIOS["long"].run(client, size, number)
+            assert all(SETTLED_FRAMES <= n < 40 for n in client.when_long), client.when_long
+
+    asyncio.run(rounds())
