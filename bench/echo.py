@@ -20,8 +20,8 @@ import uvloop
 
 from bench.clients import Client, FrameClient, SseClient
 from bench.drivers.base import HOST, ROOT
+from bench.procs import free_port
 from bench.scenarios import burst
-from bench.serve import free_port
 from zl.tools import prompts
 from zl.tools.traces import summarise
 

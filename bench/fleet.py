@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.procs import free_port
 from zl.client import Client
 from zl.client.messages import Timeouts
 
@@ -60,13 +61,6 @@ def _python(*arguments: str) -> None:
     if done.returncode:
         raise RuntimeError(f"{' '.join(arguments[:4])} failed:\n{done.stderr[-2_000:]}")
 
-
-def free_port() -> int:
-    """Ask the system for a TCP port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def until(condition: object, what: str, seconds: float = PATIENCE_S) -> None:

@@ -28,8 +28,8 @@ from typing import Any
 
 import uvloop
 
-from bench.procs import Server
-from bench.serve import DEFAULT_GGUF, free_port
+from bench.procs import Server, free_port
+from bench.serve import DEFAULT_GGUF
 from bench.stats import alternating, ratios
 from zl.client.errors import ConnectionFailed
 from zl.histogram import Histogram

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.draw import draw_dashboard, draw_terminal
-from bench.procs import Server
-from bench.prometheus import Prometheus, free_port
+from bench.procs import Server, free_port
+from bench.prometheus import Prometheus
 from bench.terminal import Terminal
 from zl.client import Client
 from zl.client.errors import RequestRefused

@@ -9,12 +9,13 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
 from pathlib import Path
 from typing import Any
+
+from bench.procs import free_port
 
 DEPLOY = Path(__file__).parents[1] / "deploy" / "prometheus"
 START_S = 30.0
@@ -23,13 +24,6 @@ START_S = 30.0
 class QueryError(RuntimeError):
     """Prometheus refused an expression; the text is its own."""
 
-
-def free_port() -> int:
-    """Ask the system for a TCP port that nobody has."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def config(target: str, interval_s: int = 1) -> str:

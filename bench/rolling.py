@@ -27,7 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.fleet import ROOT, HAProxy, Holder, Instance, free_port, make_artifacts, write_switch_file
+from bench.fleet import ROOT, HAProxy, Holder, Instance, make_artifacts, write_switch_file
+from bench.procs import free_port
 from bench.streams import Load, Stream, Verdict, make_requests
 from zl.client import StreamBroken
 from zl.tools.haproxy import Runtime

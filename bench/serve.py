@@ -14,7 +14,6 @@ import datetime
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -26,8 +25,8 @@ import uvloop
 
 from bench import procs, report
 from bench.drivers import Driver, MissingPeerError, Plan, driver, known
-from bench.drivers.base import HOST, ROOT
-from bench.procs import Server
+from bench.drivers.base import ROOT
+from bench.procs import Server, free_port
 from bench.scenarios import POISSON_SHARE, SCENARIOS, Scenario, Size, capacity
 from bench.stats import alternating
 from zl.tools.prompts import Prompt
@@ -100,12 +99,6 @@ class Subject:
             self.server.stop()
             self.server = None
 
-
-def free_port() -> int:
-    """Find a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _shown(text: str) -> str:

@@ -52,7 +52,7 @@ class Kit:
     def step(self, *drawn, flag=0):
         tickets = [job.ticket for job, _ in drawn]
         tokens = [token for _, token in drawn]
-        result = StepResult(tickets, tokens, [-token / 8 for token in tokens], [flag] * len(drawn), [], [], 0)
+        result = StepResult(tickets, tokens, [-token / 8 for token in tokens], [flag] * len(drawn), [], [])
         self.audit.step(self.rows, result)
 
     def say(self, tokens, **more) -> None:

@@ -100,7 +100,7 @@ class Bench:
         self.now += 0.01
         tickets, tokens, flags = ([d[i] for d in drawn] for i in range(3))
         self.service.on_step(
-            StepResult(tickets, tokens, [-0.5] * len(drawn), flags, list(first), list(retired), 10_000)
+            StepResult(tickets, tokens, [-0.5] * len(drawn), flags, list(first), list(retired))
         )
 
     def build_prompts(self):
@@ -468,7 +468,7 @@ def test_glue_in_usage_is_what_the_request_and_its_steps_spent_beside_the_model(
     (ticket,) = bench.seated
     before = Moment(1, schedule=1_000_000, context_load=0, sampling=0, graph_replay=9_000_000, heartbeat=0)
     after = Moment(2, 3_000_000, context_load=4_000_000, sampling=8_000_000, graph_replay=10**9, heartbeat=10**9)
-    result = StepResult([ticket], [2], [-0.5], [LENGTH], [(ticket, 0)], [ticket], 10, before, after)
+    result = StepResult([ticket], [2], [-0.5], [LENGTH], [(ticket, 0)], [ticket], before, after)
     bench.service.on_step(result)
     own_us = 5_000 + 7_000 + 2_000 + 4_000 + 8_000
     assert own_us < conn.last.usage.glue_us < own_us + 100_000  # and the making of the prompt, timed by the clock

@@ -22,7 +22,6 @@ class EmitCounters:
     """Plain counters, read at scrape. Each answer counts once, in `finished`; under ERROR also in `errors`, by code."""
 
     tokens: int = 0
-    frames: int = 0
     finished: dict[Finish, int] = field(default_factory=lambda: dict.fromkeys(Finish, 0))
     errors: dict[Code, int] = field(default_factory=lambda: dict.fromkeys(Code, 0))
 
@@ -86,7 +85,6 @@ class Emitter:
                 codec.encode_tokens(job.request_id, [token], text, values, job.seed if first else None),
             )
         self.counters.tokens += n - n_bare
-        self.counters.frames += n
         return touched
 
     def cancel(self, job: Job, now: float) -> None:

@@ -110,7 +110,7 @@ class Glue:
         self.request.request_id = self._n
         self.service.submit(sink, self.request)
         self.service.closed(sink)
-        self.service.on_step(StepResult([], [], [], [], [], [self._tickets.pop()], 0))
+        self.service.on_step(StepResult([], [], [], [], [], [self._tickets.pop()]))
 
     def encode(self) -> None:
         """One token to its frame."""
@@ -124,7 +124,7 @@ class Glue:
             self.service.submit(Sink(), self.request)
         tickets = list(self._tickets)
         self._tickets.clear()
-        step = StepResult(tickets, [self._token] * N_ROWS, [0.0] * N_ROWS, [0] * N_ROWS, [], [], 0)
+        step = StepResult(tickets, [self._token] * N_ROWS, [0.0] * N_ROWS, [0] * N_ROWS, [], [])
         return lambda: self.service.on_step(step)
 
 

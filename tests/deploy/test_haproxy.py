@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from bench.fleet import HAPROXY_CFG, HAProxy, free_port
+from bench.fleet import HAPROXY_CFG, HAProxy
+from bench.procs import free_port
 from tests.fake_server import FakeServer
 from zl.client import Client
 from zl.errors import ZlError

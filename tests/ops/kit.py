@@ -134,11 +134,6 @@ class Service:
             self.manager.close()
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
 
 def pings(address: tuple[str, int] | str, sock: socket.socket | None = None, seconds: float = 1.0) -> bool:
     """Say whether a ping is answered: on a new connection, or on one that is there."""

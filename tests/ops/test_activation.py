@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.kit import ROOT, Manager, free_port
+from bench.procs import free_port
+from tests.ops.kit import ROOT, Manager
 from zl.client import Client, Draining
 from zl.net.listen import BACKLOG
 

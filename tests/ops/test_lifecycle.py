@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.kit import Service, free_port, pings
+from bench.procs import free_port
+from tests.ops.kit import Service, pings
 from zl.client import Client, Draining, Unauthenticated, ZlClientError
 from zl.errors import Code
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bench.procs import free_port
 
 READY_S = 120
 
@@ -74,11 +75,6 @@ class ServerProcess:
             self.process.kill()
             raise AssertionError(f"the server did not stop:\n{self.text()}") from None
 
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def serving(folder: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:

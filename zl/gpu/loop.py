@@ -39,7 +39,6 @@ class StepResult(NamedTuple):
     tickets    rows that drew a token, in order
     tokens, logprobs, flags   one entry a ticket; flags as in gpu.pinned
     retired    tickets that no step in flight can touch any more
-    step_us    time from launch to fence
     before, after   the engine thread's clock when it began to plan the step, and when it had landed it
     """
 
@@ -49,7 +48,6 @@ class StepResult(NamedTuple):
     flags: list[int]
     first: list[tuple[Ticket, int]]  # rows that began, with the tokens they took from constant pages
     retired: list[Ticket]
-    step_us: int
     before: Moment = START
     after: Moment = START
 
@@ -84,7 +82,6 @@ class LoopCounters:
     fallback: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
-    idle_waits: int = 0
     turned_at: float = field(default_factory=time.monotonic)  # newest sign of progress: a turn, or a step that ended
     times: EngineTimes = field(default_factory=lambda: EngineTimes(time.perf_counter_ns()))
 
@@ -233,9 +230,8 @@ class GenerationLoop:
         if self._flights:
             self._land(self._flights.popleft())
         elif self._leaving:
-            self._publish(StepResult([], [], [], [], [], self._retire(), 0))
+            self._publish(StepResult([], [], [], [], [], self._retire()))
         elif not launched and not self._inbox:
-            self.counters.idle_waits += 1
             self._wake.wait(TICK_S if pause is None else min(pause, TICK_S))  # sync
             self._times.idled(time.perf_counter_ns())
 
@@ -399,7 +395,6 @@ class GenerationLoop:
             [flags[i] for i in keep],
             flight.first,
             self._retire(),
-            elapsed // 1_000,
             flight.before,
             self._times.landing(time.perf_counter_ns()),
         )
