@@ -41,7 +41,7 @@ FLAGS = ("--threads", "1", "--max-rows", "16", "--kv-memory", "64MiB", "--drain-
 
 @dataclass(frozen=True)
 class Report:
-    """What a scenario found. `crossed`: whole answers of a server that were running when it was told to drain."""
+    """What a scenario found. `crossed`: whole answers of a server that were in flight when it was told to drain."""
 
     name: str
     verdict: Verdict
@@ -103,7 +103,7 @@ class Site:
 
 
 class Crossings:
-    """The streams that were running when a server was told to drain."""
+    """The streams that were in flight when a server was told to drain, with a token or on the way to their first."""
 
     def __init__(self, site: Site, load: Load):
         self._site, self._load = site, load
@@ -113,7 +113,8 @@ class Crossings:
         """Take a line of `zl switch`."""
         _, drains, rest = line.partition("draining ")
         if drains:
-            self._seen += [(rest.partition(":")[0], stream) for stream in self._load.running]
+            in_flight = [*self._load.running, *self._load.waiting]
+            self._seen += [(rest.partition(":")[0], stream) for stream in in_flight]
 
     def count(self) -> int:
         """Count those that were on that very server and had their whole answer from it."""
@@ -171,7 +172,7 @@ def move(scenario: str, folder: Path, models: Sequence[Path], n_clients: int, n_
             seconds = time.monotonic() - begun
             await load.stop()
             crossed = crossings.count()
-            note = f"{crossed} whole answers were running on a server when it was told to drain"
+            note = f"{crossed} whole answers were in flight on a server when it was told to drain"
             return Report(
                 scenario, load.verdict(site.references), n_clients, moves, seconds, crossed=crossed, notes=[note]
             )
