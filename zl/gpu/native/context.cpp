@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <new>
 
+#include "kv8.hpp"
+
 namespace zl {
 
 Sizes::Sizes(const zl_config& c) {
@@ -20,7 +22,8 @@ Sizes::Sizes(const zl_config& c) {
     rows = c.max_rows, model_len = c.max_model_len, table_width = c.pages_per_row, pages = c.n_pages;
     tokens = c.max_step_tokens, tokens_pad = round_up(tokens, 32);
     elem = c.is_bf16 ? 2 : 4;
-    page_elems = (size_t)2 * kPage * head_pad;
+    kv8 = c.is_bf16 && c.kv8;
+    page_elems = kv8 ? half8_bytes(head_pad) : (size_t)2 * kPage * head_pad;  // of two bytes, two halves
     layer_elems = (size_t)pages * kv_heads * page_elems;
 }
 
@@ -49,10 +52,14 @@ zl_context::~zl_context() {
 }
 
 // Scores of 16 queries over a whole row, their exponentials in T, sums and staged queries.
-size_t zl_context::attn_scratch_bytes() const {
+size_t zl_context::widened_at() const {
     size_t span = (size_t)zl::round_up(n.model_len, zl::kPage) * 16;
     return Arena::room(span * 4) + Arena::room(span * n.elem) + Arena::room((size_t)16 * n.head_pad * 4) +
-           Arena::room((size_t)16 * n.head_pad * n.elem);
+           Arena::room((size_t)16 * n.head_pad * 4);
+}
+
+size_t zl_context::attn_scratch_bytes() const {
+    return widened_at() + (n.kv8 ? zl::Widened::bytes(n.head_pad, zl::round_up(n.model_len, zl::kPage)) : 0);
 }
 
 bool zl_context::allocate() {

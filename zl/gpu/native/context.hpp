@@ -7,6 +7,7 @@
 //   pool        [layer][page][kv head][K block, V block]
 //   K block     [2 groups of 16 tokens][head_pad / 32][tile]  k = dimension, n = token
 //   V block     [head_pad / 16][tile]                         k = token, n = dimension
+//               in eight bits: see kv8.hpp
 // A head's dimensions are padded by halves to head_pad = 2 * round_up(head_dim / 2, 16): the rotation then meets both
 // of its operands in the two column tiles of one block, and the padding is zero everywhere.
 #pragma once
@@ -40,6 +41,7 @@ struct Sizes {
     int nb_qkv, nb_hidden, nb_gate_up, nb_vocab;         // blocks of 32 columns
     int seen_words, logit_stride, rows, model_len, table_width, pages, tokens, tokens_pad;
     size_t elem;                                         // bytes of T
+    bool kv8;                                            // keys and values in eight bits; T is bf16
     size_t page_elems;                                   // of one page and kv head: K and V
     size_t layer_elems;                                  // of one layer's pool
     explicit Sizes(const zl_config& c);
@@ -116,6 +118,7 @@ struct zl_context : zl::Job {
         return (T*)pool.base + (size_t)layer * n.layer_elems + ((size_t)page_id * n.kv_heads + kv_head) * n.page_elems;
     }
     const int32_t* table(int row) const { return columns.page_table + (size_t)row * n.table_width; }
+    size_t widened_at() const;  // where a thread's tiles of eight-bit pages begin in its attention scratch
     size_t attn_scratch_bytes() const;
     int stage_count() const { return n.layers * 9 + 8; }
 };

@@ -113,8 +113,15 @@ struct Forward {
     }
 
     void attend(int layer) {
-        Ahead<T> ahead{&c, p.decodes.data()};
-        Attention<T> part(c, layer, c.attn_scratch[w.index], nullptr);
+        if constexpr (sizeof(T) == 2)
+            if (n.kv8) return attend_over<true>(layer);
+        attend_over<false>(layer);
+    }
+
+    template <bool Kv8>
+    void attend_over(int layer) {
+        Ahead<T, Kv8> ahead{&c, p.decodes.data()};
+        Attention<T, Kv8> part(c, layer, c.attn_scratch[w.index], nullptr);
         const int kvh = n.kv_heads;
         w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
             for (int i = a; i < b; i++) part.fill(p.segs[p.fills[i / kvh].first], p.fills[i / kvh].second, i % kvh);
@@ -125,7 +132,7 @@ struct Forward {
             for (int i = a; i < b; i++) part.tile(p.segs[p.tiles[i / kvh].first], i % kvh, p.tiles[i / kvh].second);
         });
         if (!p.decodes.empty()) use_tiles(n.group);
-        Attention<T> single(c, layer, c.attn_scratch[w.index], &ahead);
+        Attention<T, Kv8> single(c, layer, c.attn_scratch[w.index], &ahead);
         int expected = -1;
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
         const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
