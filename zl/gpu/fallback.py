@@ -59,14 +59,13 @@ class NativePool(KVPool):
 class NativePool8(NativePool):
     """The same of a pool in eight bits: a token is quantised to the bits that kv8.hpp makes of it.
 
-    data  int8 [n_layers, n_pages, n_kv_heads, 2 * half], each half with PAGE bf16 scales first
+    data  int8 [n_layers, n_pages, n_kv_heads, page_bytes]: PAGE bf16 scales of keys, as many of values, then numbers
     """
 
     def __init__(self, native: NativeStep):
         super().__init__(native)
-        half = self.data.shape[-1] // 2
-        halves = self.data.view(torch.bfloat16).unflatten(-1, (2, half // 2))
-        self._scales = halves[..., 0, :PAGE], halves[..., 1, :PAGE]
+        pairs = self.data.view(torch.bfloat16)
+        self._scales = pairs[..., :PAGE], pairs[..., PAGE : 2 * PAGE]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Quantise and write one layer's new keys and values; as KVPool.write."""

@@ -96,9 +96,9 @@ int write_kv(zl_context* c, int layer, int row, int start, int count, const floa
 int read_kv8(zl_context* c, int layer, int row, int start, int count, float* k, float* v) {
     const int hp = c->n.head_pad;
     return each_element<zl::bf16>(c, layer, row, start, count, [=](zl::bf16* page, int token, size_t at, int, int d) {
-        const int8_t *keys = (const int8_t*)page, *values = keys + zl::half8_bytes(hp);
-        k[at] = zl::bf_to_float(((const zl::bf16*)keys)[token]) * keys[zl::k8_at(hp, d, token)];
-        v[at] = zl::bf_to_float(((const zl::bf16*)values)[token]) * values[zl::v8_at(d, token)];
+        int8_t* in = (int8_t*)page;
+        k[at] = zl::bf_to_float(zl::key_scales(in)[token]) * in[zl::k8_at(hp, d, token)];
+        v[at] = zl::bf_to_float(zl::value_scales(in)[token]) * in[zl::v8_at(hp, d, token)];
     });
 }
 

@@ -98,8 +98,8 @@ void* zl_packed(zl_context*, size_t* bytes);
 void zl_unload(zl_context*);
 // Blocks until no worker looks at any launched step.
 void zl_settle(zl_context*);
-// The KV pool, T [n_layers][n_pages][n_kv_heads][2 * 32 * head_pad]; in eight bits int8 with the last axis in two
-// halves, keys and values, that begin with 32 bf16 scales. k_at, v_at: int32[32 * head_dim], filled with the place of
+// The KV pool, T [n_layers][n_pages][n_kv_heads][2 * 32 * head_pad]; in eight bits int8, the last axis as
+// kv8.hpp says. k_at, v_at: int32[32 * head_dim], filled with the place of
 // (token, dimension) within the last axis.
 void* zl_pool(zl_context*, int32_t* k_at, int32_t* v_at);
 // The inverse of zl_weight (pack.cpp), for plain matrices, norms and biases; 0 also where the model has no such bias.

@@ -8,6 +8,7 @@
 #include "attention_amx.hpp"
 #include "context.hpp"
 #include "kv8.hpp"
+#include "kv8_amx.hpp"
 #include "micro.hpp"
 #include "rows.hpp"
 #include "tile.hpp"
@@ -109,11 +110,11 @@ struct Ahead {
             half ^= 1;
             if (half == 0 && !next_item()) return false;
         }
-        at = (const char*)(c->page<T>(layer, table[page], item % c->n.kv_heads) + half * (c->n.page_elems / 2));
-        left = (int)(c->n.page_elems / 2 * sizeof(T) / 64);
-        if constexpr (Kv8) {  // the scales' line
-            prefetch_lines<1, _MM_HINT_T1>(at);
-            at += 64, left--;
+        left = kPage * c->n.head_pad * (Kv8 ? 1 : (int)sizeof(T)) / 64;
+        at = (const char*)c->page<T>(layer, table[page], item % c->n.kv_heads) + (size_t)half * left * 64;
+        if constexpr (Kv8) {
+            if (half == 0) prefetch_lines<2, _MM_HINT_T1>(at);  // scales
+            at += kHead8;
         }
         return true;
     }
@@ -136,20 +137,6 @@ struct Ahead {
     }
 };
 
-// 2^t for t up to about 0: 2^f on [-0.5, 0.5] by a polynomial fitted with p(0) = 1, relative error below 1e-7.
-// A NaN passes through: the clamp returns its second operand.
-inline V16 vexp2(V16 t) {
-    const V16 shift = vset1(0x1.8p23f);
-    t = vmax(vset1(-126.0f), t);  // a denormal would cost a hundred cycles
-    const V16 n = vsub(vadd(t, shift), shift), f = vsub(t, n);
-    V16 p = vfma(vset1(0x1.5bba14p-10f), f, vset1(0x1.3cea88p-7f));
-    p = vfma(p, f, vset1(0x1.c6b752p-5f));
-    p = vfma(p, f, vset1(0x1.ebf9bcp-3f));
-    p = vfma(p, f, vset1(0x1.62e42ap-1f));
-    p = vfma(p, f, vset1(1.0f));
-    return vpow2(p, n);
-}
-
 template <class T, bool Kv8>
 struct Attention {
     zl_context& c;
@@ -158,16 +145,16 @@ struct Attention {
     T* probs;       // [page][row][32]
     float* sums;    // [row][head_pad]
     T* staged;      // [16][head_pad]
-    const Widened widened;
-    Ahead<T, Kv8>* ahead;
+    Ahead<T, Kv8>* ahead;  // of single tokens; null for longer segments
+    char* const room8;     // see kv8.hpp
     const V16 rate;                                   // log2(e) / sqrt(head_dim)
     alignas(64) float peak[16 * 16], total[16 * 16];  // [row][lane]: the largest score, the exponentials' sum
     float top[16];                                    // a row's largest score, times rate
+    alignas(64) float scales[2 * kPage];              // of the page that `block` gave: keys, values
 
     Attention(zl_context& ctx, int layer_, void* scratch, Ahead<T, Kv8>* ahead_)
-        : c(ctx), layer(layer_), head_pad(ctx.n.head_pad), group(ctx.n.group),
-          widened((char*)scratch + ctx.widened_at(), ctx.n.head_pad, round_up(ctx.n.model_len, kPage)), ahead(ahead_),
-          rate(vset1(1.44269504088896341f / sqrtf((float)ctx.n.head_dim))) {
+        : c(ctx), layer(layer_), head_pad(ctx.n.head_pad), group(ctx.n.group), ahead(ahead_),
+          room8((char*)scratch + ctx.room8_at()), rate(vset1(1.44269504088896341f / sqrtf((float)ctx.n.head_dim))) {
         size_t span = (size_t)round_up(c.n.model_len, kPage) * 16;
         char* p = (char*)scratch;
         scores = (float*)p;
@@ -176,40 +163,23 @@ struct Attention {
         staged = (T*)(p += Arena::room((size_t)16 * head_pad * 4));
     }
 
-    // The keys (half 0) or values (1) of a page, as they lie in the pool.
-    const T* stored(const QueryTile<T>& t, int page, int kv_head, int half) const {
-        return c.page<T>(layer, t.table[page], kv_head) + half * (c.n.page_elems / 2);
-    }
-    // The same as tiles. Of eight bits they must have been prepared, page 0 excepted and where there are no tiles.
-    const T* block(const QueryTile<T>& t, int page, int kv_head, int half) const {
-        const T* at = stored(t, page, kv_head, half);
+    // The keys (half 0) or values (1) of a page. Of eight bits they are made here, and their scales read.
+    const T* block(const QueryTile<T>& t, int page, int kv_head, int half) {
+        const T* at = c.page<T>(layer, t.table[page], kv_head);
+        const size_t by = half * (size_t)kPage * head_pad;
         if constexpr (Kv8) {
-#ifdef ZL_AMX
-            if (page == 0) widened.all((const int8_t*)at, page);
-            tile_fence();
-#else
-            widened.all((const int8_t*)at, page);
-#endif
-            return widened.place(page);
-        }
-        return at;
-    }
-    // Makes tile i of a half of a page, and with the first one its scales, if the page is one of the row's.
-    void prepare(const QueryTile<T>& t, int page, int kv_head, int half, int i) const {
-        if constexpr (Kv8) {
-            if (page >= t.pages) return;
-            const int8_t* at = (const int8_t*)stored(t, page, kv_head, half);
-            if (i == 0) read_scales(at, widened.scales_of(half, page));
-            widened.tile(at, page, i);
+            read_scales((const int8_t*)at, scales);
+            read_scales((const int8_t*)at + kScaleBytes, scales + kPage);
+            widen_half((const int8_t*)at + kHead8 + by, head_pad, (T*)room8);
+            return (const T*)room8;
+        } else {
+            return at + by;
         }
     }
-    void scale(const QueryTile<T>& t, int page, int kv_head, int half) const {
-        if constexpr (Kv8) read_scales((const int8_t*)stored(t, page, kv_head, half), widened.scales_of(half, page));
-    }
-    // Multiplies values of a page's 32 tokens by their scales.
-    inline void scaled(int half, int page, V16& a, V16& b) const {
+    // Multiplies values of a page's 32 tokens by the scales of its keys or values.
+    inline void scaled(int half, V16& a, V16& b) const {
         if constexpr (Kv8) {
-            const float* by = widened.scales_of(half, page);
+            const float* by = scales + half * kPage;
             a = vmul(a, vload(by)), b = vmul(b, vload(by + 16));
         }
     }
@@ -221,7 +191,7 @@ struct Attention {
         const bool whole = t.end[0] >= (p + 1) * kPage;  // of all rows: ends never fall
         for (int r = r0; r < r1; r++, s += 32) {
             V16 a = vload(s), b = vload(s + 16);
-            scaled(0, p, a, b);
+            scaled(0, a, b);
             if (!whole) {
                 a = vkeep(t.end[r] - p * kPage, a, low);
                 b = vkeep(t.end[r] - p * kPage - 16, b, low);
@@ -237,10 +207,10 @@ struct Attention {
         for (int r = r0; r < r1; r++, s += 32, e += 32) {
             const V16 from = vset1(top[r]);
             V16 a = vload(s), b = vload(s + 16);
-            scaled(0, p, a, b);
+            scaled(0, a, b);
             a = vexp2(vfms(a, rate, from)), b = vexp2(vfms(b, rate, from));
             V16 x = a, y = b;
-            scaled(1, p, x, y);
+            scaled(1, x, y);
             if (!whole) {
                 const int n = t.end[r] - p * kPage;
                 a = vkeep(n, a, vzero()), b = vkeep(n - 16, b, vzero());
@@ -257,10 +227,8 @@ struct Attention {
         for (int r = 0; r < t.rows; r++) vstore(peak + r * 16, vset1(-3.0e38f));
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
-            scale(t, 0, kv_head, 0);
             amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 0); }, [&](int p, int i) {
                 if (ahead) ahead->next();
-                prepare(t, p + 1, kv_head, 0, i);
                 if (p) see(t, p - 1, t.rows * i / (2 * kt), t.rows * (i + 1) / (2 * kt));
             }, scores);
             see(t, t.pages - 1, 0, t.rows);
@@ -268,7 +236,6 @@ struct Attention {
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
-            scale(t, p, kv_head, 0);
             product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head, 0), kTile, (size_t)kt * kTile, kt,
                              scores + (size_t)p * t.rows * 32, 32, false);
             see(t, p, 0, t.rows);
@@ -283,27 +250,51 @@ struct Attention {
         const int n = head_pad / 16, parts = n < 4 ? n : 4;
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
-            scale(t, 0, kv_head, 1);
             exponentials(t, 0, 0, t.rows);
             amx_weigh(n, probs, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 1); }, [&](int p, int i) {
                 if (ahead) ahead->next();
-                prepare(t, p + 1, kv_head, 1, i);
                 if (i < parts && p + 1 < t.pages) exponentials(t, p + 1, t.rows * i / parts, t.rows * (i + 1) / parts);
             }, sums);
             return;
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
-            scale(t, p, kv_head, 1);
+            const T* values = block(t, p, kv_head, 1);
             exponentials(t, p, 0, t.rows);
-            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, block(t, p, kv_head, 1), 0, kTile, 1, sums,
-                             head_pad, p > 0);
+            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, values, 0, kTile, 1, sums, head_pad, p > 0);
+        }
+    }
+
+    int tile_rows() const { return ahead ? group : 16; }
+    void set_tiles() const {
+#ifdef ZL_AMX
+        if constexpr (Kv8) return use_tiles8(tile_rows());
+#endif
+        use_tiles(tile_rows());
+    }
+
+    // Leaves weighted sums of the values in `sums` and the exponentials' sums in `total`.
+    void products(const QueryTile<T>& t, int kv_head) {
+#ifdef ZL_AMX
+        if constexpr (Kv8) {
+            auto page = [&](int p) { return (const int8_t*)c.page<T>(layer, t.table[p], kv_head); };
+            auto next = [&] {
+                if (ahead) ahead->next();
+            };
+            Eight<QueryTile<T>, decltype(page), decltype(next)> eight(t, head_pad, rate, page, next, room8);
+            eight.scores = scores, eight.bytes = (uint8_t*)probs;
+            eight.peak = peak, eight.total = total, eight.top = top;
+            one_tile(tile_rows()) ? eight.template run<1>(sums) : eight.template run<2>(sums);
+        } else
+#endif
+        {
+            score(t, kv_head);
+            weigh(t, kv_head);
         }
     }
 
     void attend(const QueryTile<T>& t, int kv_head, int token0, int r0) {
-        score(t, kv_head);
-        weigh(t, kv_head);
+        products(t, kv_head);
         const int kt = c.n.kt_attn;
         for (int r = 0; r < t.rows; r++) {
             const V16 inv = vset1(1.0f / vsum(vload(total + r * 16)));

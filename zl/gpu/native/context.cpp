@@ -23,7 +23,7 @@ Sizes::Sizes(const zl_config& c) {
     tokens = c.max_step_tokens, tokens_pad = round_up(tokens, 32);
     elem = c.is_bf16 ? 2 : 4;
     kv8 = c.is_bf16 && c.kv8;
-    page_elems = kv8 ? half8_bytes(head_pad) : (size_t)2 * kPage * head_pad;  // of two bytes, two halves
+    page_elems = kv8 ? page8_bytes(head_pad) / 2 : (size_t)2 * kPage * head_pad;
     layer_elems = (size_t)pages * kv_heads * page_elems;
 }
 
@@ -52,14 +52,14 @@ zl_context::~zl_context() {
 }
 
 // Scores of 16 queries over a whole row, their exponentials in T, sums and staged queries.
-size_t zl_context::widened_at() const {
+size_t zl_context::room8_at() const {
     size_t span = (size_t)zl::round_up(n.model_len, zl::kPage) * 16;
     return Arena::room(span * 4) + Arena::room(span * n.elem) + Arena::room((size_t)16 * n.head_pad * 4) +
            Arena::room((size_t)16 * n.head_pad * 4);
 }
 
 size_t zl_context::attn_scratch_bytes() const {
-    return widened_at() + (n.kv8 ? zl::Widened::bytes(n.head_pad, zl::round_up(n.model_len, zl::kPage)) : 0);
+    return room8_at() + (n.kv8 ? zl::room8_bytes(n.head_pad) : 0);
 }
 
 bool zl_context::allocate() {

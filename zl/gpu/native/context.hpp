@@ -118,7 +118,7 @@ struct zl_context : zl::Job {
         return (T*)pool.base + (size_t)layer * n.layer_elems + ((size_t)page_id * n.kv_heads + kv_head) * n.page_elems;
     }
     const int32_t* table(int row) const { return columns.page_table + (size_t)row * n.table_width; }
-    size_t widened_at() const;  // where a thread's tiles of eight-bit pages begin in its attention scratch
+    size_t room8_at() const;  // where a thread's room for eight-bit pages begins in its attention scratch
     size_t attn_scratch_bytes() const;
     int stage_count() const { return n.layers * 9 + 8; }
 };

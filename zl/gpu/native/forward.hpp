@@ -127,12 +127,12 @@ struct Forward {
             for (int i = a; i < b; i++) part.fill(p.segs[p.fills[i / kvh].first], p.fills[i / kvh].second, i % kvh);
         });
         clock.mark(kInsert);
-        if (!p.tiles.empty()) use_tiles(16);
+        if (!p.tiles.empty()) part.set_tiles();
         w.run((int)p.tiles.size() * kvh, 1, [&](int a, int b, int) {
             for (int i = a; i < b; i++) part.tile(p.segs[p.tiles[i / kvh].first], i % kvh, p.tiles[i / kvh].second);
         });
-        if (!p.decodes.empty()) use_tiles(n.group);
         Attention<T, Kv8> single(c, layer, c.attn_scratch[w.index], &ahead);
+        if (!p.decodes.empty()) single.set_tiles();
         int expected = -1;
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
         const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;

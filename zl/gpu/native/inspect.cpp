@@ -23,7 +23,7 @@ void index(const zl::Sizes& n, int32_t* k, int32_t* v) {
             const int d = dim < n.half ? dim : n.half_pad + dim - n.half, at = token * n.head_dim + dim;
             if (n.kv8) {
                 k[at] = (int32_t)zl::k8_at(n.head_pad, d, token);
-                v[at] = (int32_t)(zl::half8_bytes(n.head_pad) + zl::v8_at(d, token));
+                v[at] = (int32_t)zl::v8_at(n.head_pad, d, token);
                 continue;
             }
             k[at] = (int32_t)zl::k_at<T>(n.head_pad, d, token);

@@ -2,12 +2,12 @@
 //
 // A token's key of one head is a scale (its largest absolute value over 127, rounded to bf16) and whole numbers from
 // -127 to 127; its value likewise. Both are made once, when the token is inserted, of its own values alone. The numbers
-// reach the tiles as they are, exact in bf16: the scores are multiplied by the keys' scales and the probabilities by the
-// values', in float.
+// are multiplied as they are: by AMX in whole numbers (kv8_amx.hpp), elsewhere as bf16, which holds them exactly. The
+// scores are multiplied by the keys' scales and the probabilities by the values', in float.
 //
-// Layout of a page of one head, in bytes: its keys, then its values, each
-//   [32 tokens] scales, bf16, one cache line
-//   tiles in the order of the bf16 blocks (context.hpp), each [32 k / 4][16 n][4 k]
+// Layout of a page of one head, in bytes
+//   [keys, values][32 tokens] scales, bf16: a cache line each
+//   [keys, values] tiles in the order of the bf16 blocks (context.hpp), each [32 k / 4][16 n][4 k]
 #pragma once
 #include "context.hpp"
 #include "micro.hpp"
@@ -15,17 +15,21 @@
 
 namespace zl {
 
-constexpr int kScaleBytes = kPage * 2;
+constexpr int kScaleBytes = kPage * 2, kHead8 = 2 * kScaleBytes;
 constexpr float kUnit = 0x1p-24f;  // widen_tile gives numbers times 2^24
 
-inline size_t half8_bytes(int head_pad) { return kScaleBytes + (size_t)kPage * head_pad; }
+inline size_t page8_bytes(int head_pad) { return kHead8 + (size_t)2 * kPage * head_pad; }
 
-// Bytes of an element, from the beginning of the keys or the values.
+// Where an element and a token's scales lie, in bytes from the page's beginning.
 inline size_t in_tile8(int k, int n) { return (size_t)(k >> 2) * 64 + n * 4 + (k & 3); }
 inline size_t k8_at(int head_pad, int dim, int token) {
-    return kScaleBytes + (size_t)((token >> 4) * (head_pad / 32) + (dim >> 5)) * kTile + in_tile8(dim & 31, token & 15);
+    return kHead8 + (size_t)((token >> 4) * (head_pad / 32) + (dim >> 5)) * kTile + in_tile8(dim & 31, token & 15);
 }
-inline size_t v8_at(int dim, int token) { return kScaleBytes + (size_t)(dim >> 4) * kTile + in_tile8(token, dim & 15); }
+inline size_t v8_at(int head_pad, int dim, int token) {
+    return kHead8 + (size_t)kPage * head_pad + (size_t)(dim >> 4) * kTile + in_tile8(token, dim & 15);
+}
+inline bf16* key_scales(int8_t* page) { return (bf16*)page; }
+inline bf16* value_scales(int8_t* page) { return (bf16*)(page + kScaleBytes); }
 
 // The largest bit pattern of |x|: as a number where all are finite; from 0x7f80 on where one is not.
 inline unsigned most_of(const bf16* x, int n) {
@@ -64,19 +68,19 @@ inline bf16 quantise(const bf16* x, int n, int8_t* out) {
     return scale;
 }
 
-inline void insert_key8(int8_t* keys, int head_pad, int t, const int8_t* q) {
-    for (int d = 0; d < head_pad; d += 4) memcpy(keys + k8_at(head_pad, d, t), q + d, 4);
+inline void insert_key8(int8_t* page, int head_pad, int t, const int8_t* q) {
+    for (int d = 0; d < head_pad; d += 4) memcpy(page + k8_at(head_pad, d, t), q + d, 4);
 }
-inline void insert_value8(int8_t* values, int head_pad, int t, const int8_t* q) {
-    for (int d = 0; d < head_pad; d++) values[v8_at(d, t)] = q[d];
+inline void insert_value8(int8_t* page, int head_pad, int t, const int8_t* q) {
+    for (int d = 0; d < head_pad; d++) page[v8_at(head_pad, d, t)] = q[d];
 }
 // Four tokens from t, a multiple of four, on; their numbers lie 128 apart.
-inline void insert_values8(int8_t* values, int head_pad, int t, const int8_t* q) {
+inline void insert_values8(int8_t* page, int head_pad, int t, const int8_t* q) {
     for (int d = 0; d < head_pad; d += 16) {
         auto row = [&](int i) { return _mm_loadu_si128((const __m128i*)(q + i * 128 + d)); };
         const __m128i lo01 = _mm_unpacklo_epi8(row(0), row(1)), hi01 = _mm_unpackhi_epi8(row(0), row(1));
         const __m128i lo23 = _mm_unpacklo_epi8(row(2), row(3)), hi23 = _mm_unpackhi_epi8(row(2), row(3));
-        __m128i* to = (__m128i*)(values + v8_at(d, t));
+        __m128i* to = (__m128i*)(page + v8_at(head_pad, d, t));
         _mm_storeu_si128(to, _mm_unpacklo_epi16(lo01, lo23));
         _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(lo01, lo23));
         _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(hi01, hi23));
@@ -86,25 +90,24 @@ inline void insert_values8(int8_t* values, int head_pad, int t, const int8_t* q)
 
 // As insert of attention.hpp: tokens [from, from + count) of a page from rows of k and v that lie `stride` apart.
 inline void insert8(int8_t* page, int head_pad, int from, int count, const bf16* k, const bf16* v, int stride) {
-    int8_t *keys = page, *values = page + half8_bytes(head_pad);
-    if (from == 0 && count < kPage) memset(page, 0, 2 * half8_bytes(head_pad));  // scales may be left that are NaN
+    if (from == 0 && count < kPage) memset(page, 0, page8_bytes(head_pad));  // scales may be left that are NaN
     alignas(64) int8_t q[4 * 128];
     const int end = from + count;
     for (int t = from; t < end; t++, k += stride) {
-        ((bf16*)keys)[t] = quantise(k, head_pad, q);
-        insert_key8(keys, head_pad, t, q);
+        key_scales(page)[t] = quantise(k, head_pad, q);
+        insert_key8(page, head_pad, t, q);
     }
     for (int t = from; t < end;) {
         const int some = t % 4 == 0 && t + 4 <= end ? 4 : 1;
-        for (int i = 0; i < some; i++, v += stride) ((bf16*)values)[t + i] = quantise(v, head_pad, q + i * 128);
-        some == 4 ? insert_values8(values, head_pad, t, q) : insert_value8(values, head_pad, t, q);
+        for (int i = 0; i < some; i++, v += stride) value_scales(page)[t + i] = quantise(v, head_pad, q + i * 128);
+        some == 4 ? insert_values8(page, head_pad, t, q) : insert_value8(page, head_pad, t, q);
         t += some;
     }
 }
 
-// The scales of a half's 32 tokens, times kUnit.
-inline void read_scales(const int8_t* half, float* to) {
-    for (int i = 0; i < kPage; i += 16) vstore(to + i, vmul(vload_as_float((const bf16*)half + i), vset1(kUnit)));
+// The scales of 32 tokens, times kUnit.
+inline void read_scales(const int8_t* from, float* to) {
+    for (int i = 0; i < kPage; i += 16) vstore(to + i, vmul(vload_as_float((const bf16*)from + i), vset1(kUnit)));
 }
 
 // One tile in bf16, times 2^24: a byte at the top of a dword is its number times 2^24, whose float has no bits in the
@@ -138,28 +141,12 @@ inline void widen_tile(const int8_t* from, bf16* to) {
 #endif
 }
 
-// A thread's room for tiles made of pages. The page in use and the one after it have a place each, so that a page can be
-// made among the products of the one before: a tile load waits for stores that are just behind it.
-struct Widened {
-    bf16* room;       // [2 places][32 * head_pad]
-    float* scales;    // [keys, values][tokens of a row]
-    int head_pad, span;
+// The keys or the values of a page as bf16 tiles.
+inline void widen_half(const int8_t* tiles, int head_pad, bf16* to) {
+    for (int i = 0; i < head_pad / 16; i++) widen_tile(tiles + i * kTile, to + i * kTile);
+}
 
-    static size_t bytes(int head_pad, int span) {
-        return Arena::room((size_t)2 * kPage * head_pad * 2) + Arena::room((size_t)2 * span * 4);
-    }
-    Widened(char* at, int head_pad_, int span_)
-        : room((bf16*)at), scales((float*)(at + Arena::room((size_t)2 * kPage * head_pad_ * 2))), head_pad(head_pad_),
-          span(span_) {}
-
-    float* scales_of(int half, int page) const { return scales + (size_t)half * span + page * kPage; }
-    bf16* place(int page) const { return room + (size_t)(page & 1) * kPage * head_pad; }
-    void tile(const int8_t* half, int page, int i) const {
-        widen_tile(half + kScaleBytes + i * kTile, place(page) + i * kTile);
-    }
-    void all(const int8_t* half, int page) const {
-        for (int i = 0; i < head_pad / 16; i++) tile(half, page, i);
-    }
-};
+// A thread's room beside that of attention in bf16: numbers of the queries and of what is summed, or a half as tiles.
+inline size_t room8_bytes(int head_pad) { return (size_t)32 * head_pad * 5 + 2 * 32 * 32 * 4; }
 
 }  // namespace zl

@@ -213,7 +213,7 @@ class NativeStep:
         """Lay an array over the KV pool; not to be used after `close`.
 
         Returns  pool, uint16 (bf16), float32 or int8 [n_layers, n_pages, n_kv_heads, page_elems]. In int8 the last axis
-                 has two halves, keys and values, that begin with PAGE bf16 scales;
+                 begins with bf16 scales, PAGE of the keys and PAGE of the values;
                  k_at and v_at, int32 [PAGE, head_dim]: a token's and dimension's place within page_elems
         """
         shape = self.shape
