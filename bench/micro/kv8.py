@@ -1,9 +1,10 @@
-"""What int8 keys and values cost in accuracy and save in time: `python -m bench.micro.kv8 accuracy | speed`.
+"""What int8 keys and values cost in accuracy and save in time: `python -m bench.micro.kv8 chat | prose | speed`.
 
-accuracy  The model's own prompts (tests/data/chat.jsonl, 64 tokens of the bf16 program's greedy answer) and prose
-          (`--text`), token by token through three programs of the same weights: float32, bf16, and bf16 with int8 keys
-          and values. All read the same tokens, so each position is compared under the same past.
-speed     One step of bf16 and of int8 KV in alternating rounds of one process, over pools filled with random numbers.
+chat   The prompts of tests/data/chat.jsonl and 64 tokens of the bf16 program's greedy answers, token by token through
+       three programs of the same weights: float32, bf16, and bf16 with int8 keys and values. All read the same tokens,
+       so each position is compared under the same past.
+prose  The same with pieces of 1,000 tokens of `--text`, scored from token 200 on.
+speed  One step of bf16 and of int8 KV in alternating rounds of one process, over pools filled with random numbers.
 State: none.
 """
 
@@ -127,25 +128,25 @@ def prompts_of(text: TextModel) -> list[list[int]]:
 
 
 def accuracy(args: argparse.Namespace) -> None:
-    """Print both comparisons."""
+    """Print what the programs say of given tokens."""
     source = open_model(args.model)
     text = text_model(source)
-    prompts = prompts_of(text)
-    length = max(map(len, prompts)) + ANSWER + 1
-    prose = text.tokenizer.encode("\n".join(path.read_text("utf-8") for path in args.text)).ids
-    pieces = [prose[at : at + WINDOW] for at in range(0, len(prose) - WINDOW + 1, WINDOW)][: args.pieces]
-    for what, rows, size in (("chat", prompts, length), ("prose", pieces, WINDOW)):
-        readers = {k: Reader(source, k, len(rows), size, args.threads, args.level) for k in KINDS}
-        for reader in readers.values():
-            for row, ids in enumerate(rows):
-                reader.columns.prompt_ids[row, : len(ids)] = ids
-        print(f"{what}: {source.shape.name}, {readers['bf16'].step.name}", flush=True)
-        starts = [len(ids) - 1 for ids in rows] if what == "chat" else [SKIP] * len(rows)
-        steps = ANSWER if what == "chat" else WINDOW - SKIP - 1
-        for line in compare(readers, starts, steps, follow=what == "chat"):
-            print(line, flush=True)
-        for reader in readers.values():
-            reader.step.close()
+    if chat := args.what == "chat":
+        rows = prompts_of(text)
+        starts, steps, length = [len(ids) - 1 for ids in rows], ANSWER, max(map(len, rows)) + ANSWER + 1
+    else:
+        prose = text.tokenizer.encode("\n".join(path.read_text("utf-8") for path in args.text)).ids
+        rows = [prose[at : at + WINDOW] for at in range(0, len(prose) - WINDOW + 1, WINDOW)][: args.pieces]
+        starts, steps, length = [SKIP] * len(rows), WINDOW - SKIP - 1, WINDOW
+    readers = {kind: Reader(source, kind, len(rows), length, args.threads, args.level) for kind in KINDS}
+    for reader in readers.values():
+        for row, ids in enumerate(rows):
+            reader.columns.prompt_ids[row, : len(ids)] = ids
+    print(f"{args.what}: {source.shape.name}, {len(rows)} rows, {readers['bf16'].step.name}", flush=True)
+    for line in compare(readers, starts, steps, follow=chat):
+        print(line, flush=True)
+    for reader in readers.values():
+        reader.step.close()
 
 
 def fill(step: NativeStep) -> None:
@@ -197,17 +198,17 @@ def speed(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "speed"))
+    parser.add_argument("what", choices=("chat", "prose", "speed"))
     parser.add_argument("--model", type=Path, default=locate("smollm2-135m-instruct"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", default="auto")
-    parser.add_argument("--text", type=Path, nargs="+", default=[ROOT / "docs" / "operations.md", ROOT / "docs" / "scaling.md"])
-    parser.add_argument("--pieces", type=int, default=4, help="pieces of prose of 1,000 tokens")
+    parser.add_argument("--text", type=Path, nargs="+", default=[ROOT / "docs" / "scaling.md"])
+    parser.add_argument("--pieces", type=int, default=4, help="how many")
     parser.add_argument("--rows", default="1,32,128")
     parser.add_argument("--tokens", default="200,1000")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    accuracy(args) if args.what == "accuracy" else speed(args)
+    speed(args) if args.what == "speed" else accuracy(args)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 // largest scale: a high and a low byte each, which are rows of a tile of their own. The sums are exact, so no order of
 // them matters; they hold rows of up to 65,536 tokens (255 * 127 * 65,536 < 2^31).
 //
-// Tiles: 0-3 sums, 4 and 5 bytes of queries or weights, 6 and 7 keys or values. Up to eight queries have both bytes in
-// one tile (Pair 1), else the low ones have their own (Pair 2).
+// Tiles: 0-3 sums, 4 and 5 bytes of queries or weights, 6 keys or values; few are live (tile.hpp). Up to eight queries
+// have both bytes in one tile (Pair 1), else the low ones have their own (Pair 2).
 #pragma once
 #include "kv8.hpp"
 
@@ -125,29 +125,23 @@ struct Eight {
         const int kt = head_pad / 32;
         tile_fence();
         for (int p = 0; p < t.pages; p++) {
-            const int8_t *k0 = page(p) + kHead8, *k1 = k0 + kt * kTile;
             int32_t* to = found + (p & 1) * 1024;
-            _tile_zero(0);
-            _tile_zero(1);
-            if constexpr (Pair == 2) _tile_zero(2);
-            if constexpr (Pair == 2) _tile_zero(3);
-            for (int k = 0; k < kt; k++) {
-                _tile_loadd(4, q + k * 32, head_pad);
-                if constexpr (Pair == 2) _tile_loadd(5, q + 16 * head_pad + k * 32, head_pad);
-                _tile_loadd(6, k0 + k * kTile, 64);
-                next();
-                _tile_loadd(7, k1 + k * kTile, 64);
-                next();
-                _tile_dpbssd(0, 4, 6);
-                _tile_dpbssd(1, 4, 7);
-                if constexpr (Pair == 2) _tile_dpbssd(2, 5, 6);
-                if constexpr (Pair == 2) _tile_dpbssd(3, 5, 7);
+            for (int half = 0; half < 2; half++, to += 16) {  // of the tokens
+                const int8_t* k = page(p) + kHead8 + half * kt * kTile;
+                _tile_zero(0);
+                if constexpr (Pair == 2) _tile_zero(1);
+                for (int i = 0; i < kt; i++) {
+                    _tile_loadd(4, q + i * 32, head_pad);
+                    if constexpr (Pair == 2) _tile_loadd(5, q + 16 * head_pad + i * 32, head_pad);
+                    _tile_loadd(6, k + i * kTile, 64);
+                    next();
+                    _tile_dpbssd(0, 4, 6);
+                    if constexpr (Pair == 2) _tile_dpbssd(1, 5, 6);
+                }
+                if (p && half == 0) see(p - 1);
+                _tile_stored(0, to, 128);
+                if constexpr (Pair == 2) _tile_stored(1, to + 512, 128);
             }
-            if (p) see(p - 1);
-            _tile_stored(0, to, 128);
-            _tile_stored(1, to + 16, 128);
-            if constexpr (Pair == 2) _tile_stored(2, to + 512, 128);
-            if constexpr (Pair == 2) _tile_stored(3, to + 528, 128);
         }
         see(t.pages - 1);
     }
@@ -166,19 +160,19 @@ struct Eight {
             if constexpr (Pair == 2) _tile_loadd(5, bytes + (size_t)p * 1024 + 512, 32);
             _tile_loadd(6, v, 64);
             next();
-            _tile_loadd(7, v + kTile, 64);
-            next();
             _tile_dpbusd(0, 4, 6);
-            _tile_dpbusd(1, 4, 7);
             if constexpr (Pair == 2) _tile_dpbusd(2, 5, 6);
-            if constexpr (Pair == 2) _tile_dpbusd(3, 5, 7);
+            _tile_loadd(6, v + kTile, 64);
+            next();
+            _tile_dpbusd(1, 4, 6);
+            if constexpr (Pair == 2) _tile_dpbusd(3, 5, 6);
             if constexpr (N == 4) {
                 _tile_loadd(6, v + 2 * kTile, 64);
                 next();
-                _tile_loadd(7, v + 3 * kTile, 64);
-                next();
                 _tile_dpbusd(2, 4, 6);
-                _tile_dpbusd(3, 4, 7);
+                _tile_loadd(6, v + 3 * kTile, 64);
+                next();
+                _tile_dpbusd(3, 4, 6);
             }
             if (first == 0 && p + 2 < t.pages) exponentials(p + 2);
         }
