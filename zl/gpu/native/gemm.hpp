@@ -137,13 +137,27 @@ inline void amx_gemm(const bf16* a, int m, int kt, const Matrix& b, const Part& 
 }
 #endif
 
-// How many parts of rows the blocks of a product are cut into: enough work items for the threads to end together, of
-// at least 64 rows, since a part reads its block's weights anew.
-inline int row_parts(int m, int blocks, int kind, int n_threads) {
-    constexpr int kItems = 32;  // a thread
-    const int want = (kItems * n_threads + blocks - 1) / blocks, most = kind == kPlain ? m / 64 : 1;
-    return want < most ? want : most > 1 ? most : 1;
-}
+// How a product is cut into work items: a block of columns and a part of the rows each.
+// Of few rows a thread has its own columns, so that the weights are read once; the parts (of at least 64 rows, since each
+// reads its block anew) only give enough items for the threads to end together. Of many rows a thread has its own rows:
+// it then finds in its own cache what it wrote in the stage before.
+struct Split {
+    int rows, blocks, parts, each;
+    bool by_rows;
+
+    Split(int m, int n_blocks, int kind, int n_threads) : rows(m), blocks(n_blocks), by_rows(kind == kPlain && m >= kByRows) {
+        constexpr int kItems = 32;  // a thread
+        const int want = by_rows ? n_threads : (kItems * n_threads + blocks - 1) / blocks, most = kind == kPlain ? m / 64 : 1;
+        parts = want < most ? want : most > 1 ? most : 1;
+        each = ((m + parts - 1) / parts + 31) / 32 * 32;
+    }
+    Part at(int item) const {
+        const int r = (by_rows ? item / blocks : item % parts) * each, nb = by_rows ? item % blocks : item / parts;
+        return {nb, r < rows ? r : rows, r + each < rows ? r + each : rows};
+    }
+    // The block behind those of the items up to `limit`.
+    int end_block(int limit) const { return by_rows ? blocks : (limit + parts - 1) / parts; }
+};
 
 // What a thread does before its blocks of one product: sets the tiles, and gives the activation as gemm takes it, in
 // `room` if it must be turned.
