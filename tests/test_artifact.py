@@ -399,6 +399,7 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
         ("dtype", "float32"),
         ("device", "cuda"),
         ("cpu_level", "torch"),
+        ("kv", "int8"),
         ("max_model_len", 128),
         ("on_system_tokens", "reject"),
     ],
@@ -406,6 +407,26 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
 def test_settings_that_it_was_not_built_for_are_refused(made, name, value):
     settings = dataclasses.replace(SMALL, max_tokens=64, **{name: value})
     assert name in refused(ConfigError, made, settings)
+
+
+def test_int8_keys_and_values_are_another_build_which_auto_takes(tmp_path, cache):
+    model = write_tiny(tmp_path / "model", seed=3)
+    eight = dataclasses.replace(SMALL, kv="int8")
+    plain, eights = (build(model, tmp_path / kv, settings) for kv, settings in (("auto", SMALL), ("int8", eight)))
+    assert plain.build_id != eights.build_id
+    assert (plain.facts["kv"], eights.facts["kv"]) == ("bfloat16", "int8")
+    said: list[str] = []
+    here, server = serve(SMALL, eights.folder, requests(), said)
+    assert server.engine.name.endswith(", int8 KV")
+    assert any(" in int8 (" in line for line in said)
+    there, _ = serve(dataclasses.replace(eight, artifact="off"), model, requests())
+    assert bits(here) == bits(there)
+
+
+def test_int8_keys_and_values_without_the_native_program_are_refused(tmp_path):
+    model = write_tiny(tmp_path / "model", seed=3)
+    line = refused(ConfigError, model, dataclasses.replace(SMALL, kv="int8", cpu_level="torch"))
+    assert "kv = 'int8': only the native CPU program" in line
 
 
 # System prompts

@@ -153,7 +153,7 @@ def fill(step: NativeStep) -> None:
     """Fill a pool with random numbers of the size of keys and values."""
     pool = step.pool()[0]
     rng = np.random.default_rng(0)
-    row = pool.shape[-1]
+    row = pool.shape[-1]  # of a page and head
     if step.kv == "int8":
         block = rng.integers(-127, 128, (64, row), dtype=np.int8)
         block.view(np.uint16)[:, : 2 * PAGE] = 0x3C00  # scales of 1/128
@@ -181,7 +181,8 @@ def speed(args: argparse.Namespace) -> None:
                 times = run(step, slots[0], [(row, t, 1, SAMPLE) for row in range(n)])
                 if turn:
                     took[kv, n, t].append(times)
-    print(f"{engines['auto'][0].name}, {args.threads} threads, {args.rounds} alternating rounds; ms, the least; ratio: median of the rounds")
+    print(f"{engines['auto'][0].name}, {args.threads} threads, {args.rounds} alternating rounds; ms: the least of them, "
+          "ratio: their median")  # fmt: skip
     print("rows  tokens   step bf16   int8 KV   ratio   attention bf16   int8 KV   ratio")
     for n, t in cases:
         cells = []

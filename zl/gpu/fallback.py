@@ -77,9 +77,8 @@ class NativePool8(NativePool):
 
     def read(self, layer: int, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather one layer's pages as numbers times scales, f32; as KVPool.read."""
-        pages = self.data[layer][page_ids]
         k, v = (
-            self._tokens(pages, at).float() * scales[layer][page_ids].float().transpose(-2, -1).flatten(-3, -2)[..., None]
+            self._tokens(self.data[layer][page_ids], at) * scales[layer][page_ids].float().mT.flatten(-3, -2)[..., None]
             for scales, at in zip(self._scales, (self._k_at, self._v_at), strict=True)
         )
         return k, v
@@ -88,7 +87,7 @@ class NativePool8(NativePool):
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give what kv8.hpp keeps of bf16 rows [..., n]: int8 [..., n] and the scales, bf16 [...].
 
-    A scale is the largest absolute value over 127. A row that is not finite has a NaN for a scale, one below 2^-60 zeros.
+    A scale is the largest absolute value over 127; a row that is not finite has a NaN for one, a row below 2^-60 zeros.
     """
     most = x.abs().amax(-1).float()
     scale = (most / 127).bfloat16()

@@ -72,8 +72,8 @@ def config_of(
     """Fill a zl_config; `kinds` and `eos` (int32) must outlive it. table: pages a row; kv: as in pool_bytes."""
     return abi.Config(
         shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
-        rows, model_len, table, n_pages, step_tokens, threads, dtype == "bfloat16", kv == "int8", len(eos), shape.rms_eps,
-        eos.ctypes.data, kinds.ctypes.data,
+        rows, model_len, table, n_pages, step_tokens, threads, dtype == "bfloat16", kv == "int8", len(eos),
+        shape.rms_eps, eos.ctypes.data, kinds.ctypes.data,
     )  # fmt: skip
 
 
