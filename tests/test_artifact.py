@@ -12,15 +12,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.gpu import native_kit
 from tests.tiny_model import write_tiny
 from zl import artifact as artifacts
 from zl import builder as builders
 from zl import warm
 from zl.artifact import FILES, MANIFEST, PROGRESS
-from zl.build import prepare
+from zl.build import _decide, prepare
 from zl.builder import Builder
 from zl.config import Settings
 from zl.errors import ConfigError, ModelError
@@ -427,6 +429,13 @@ def test_int8_keys_and_values_without_the_native_program_are_refused(tmp_path):
     model = write_tiny(tmp_path / "model", seed=3)
     line = refused(ConfigError, model, dataclasses.replace(SMALL, kv="int8", cpu_level="torch"))
     assert "kv = 'int8': only the native CPU program" in line
+
+
+def test_int8_keys_and_values_are_refused_on_a_gpu():
+    gpu, text = SimpleNamespace(kind="cuda", name="a GPU"), SimpleNamespace(vocab_size=100)
+    settings = dataclasses.replace(SMALL, device="cuda", kv="int8")
+    with pytest.raises(ConfigError, match=r"kv = 'int8'.*a GPU without it.*--device cpu"):
+        _decide(settings, gpu, "", SimpleNamespace(), native_kit.tiny(), text, None, "", lambda line: None, Phases())
 
 
 # System prompts

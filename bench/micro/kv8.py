@@ -181,8 +181,8 @@ def speed(args: argparse.Namespace) -> None:
                 times = run(step, slots[0], [(row, t, 1, SAMPLE) for row in range(n)])
                 if turn:
                     took[kv, n, t].append(times)
-    print(f"{engines['auto'][0].name}, {args.threads} threads, {args.rounds} alternating rounds; ms: the least of them, "
-          "ratio: their median")  # fmt: skip
+    print(f"{engines['auto'][0].name}, {args.threads} threads, {args.rounds} alternating rounds; ms: the least, "
+          "ratio: the median of the rounds")  # fmt: skip
     print("rows  tokens   step bf16   int8 KV   ratio   attention bf16   int8 KV   ratio")
     for n, t in cases:
         cells = []

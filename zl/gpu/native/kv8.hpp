@@ -33,15 +33,13 @@ inline bf16* value_scales(int8_t* page) { return (bf16*)(page + kScaleBytes); }
 
 // The largest bit pattern of |x|: as a number where all are finite; from 0x7f80 on where one is not.
 inline unsigned most_of(const bf16* x, int n) {
-    alignas(32) uint16_t lanes[16];
     __m256i most = _mm256_setzero_si256();
     const __m256i bits = _mm256_set1_epi16(0x7fff);
     for (int i = 0; i < n; i += 16)
         most = _mm256_max_epu16(most, _mm256_and_si256(bits, _mm256_loadu_si256((const __m256i*)(x + i))));
-    _mm256_store_si256((__m256i*)lanes, most);
-    unsigned top = 0;
-    for (unsigned lane : lanes) top = lane > top ? lane : top;
-    return top;
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));
+    return 0xffff ^ (unsigned)_mm_extract_epi16(least, 0);
 }
 
 // Sixteen floats as whole numbers of eight bits, half to even.
