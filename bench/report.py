@@ -59,6 +59,7 @@ ROWS = (
     Row("proportional, MiB", _plain("pss_bytes", 1 / MIB), False, "{:.0f}"),
     Row("CPU, ms a token", lambda e: e["cpu_s"] * MS / e["tokens"], False, "{:.2f}"),
     Row("glue, share of the CPU time", lambda e: _glue(e), None, "{:.1%}"),
+    Row("steps replayed by the program", lambda e: _replayed(e), None, "{:.2%}"),
     Row("load generator, CPU s", _plain("client_cpu_s"), None, "{:.2f}"),
     Row("largest gap / median", _plain("worst_stretch"), False, "{:.2f}"),
     Row("long prompt, first token, ms", _plain("long_first_s", MS), False, "{:.0f}"),
@@ -70,6 +71,12 @@ def _glue(entry: dict[str, Any]) -> float | None:
     """All of a server's CPU time but that of its compute threads; None where these carry no name of their own."""
     compute = entry.get("cpu_by_thread_s", {}).get("zl-compute")
     return 1 - compute / entry["cpu_s"] if compute and entry["cpu_s"] else None
+
+
+def _replayed(entry: dict[str, Any]) -> float | None:
+    """The share of a round's steps that the program computed and not its fallback; None where nobody counts."""
+    steps = entry.get("steps")
+    return 1 - entry["fallback_steps"] / steps if steps else None
 
 
 def rounds_of(result: dict[str, Any], system: str) -> list[dict[str, Any]]:

@@ -100,7 +100,6 @@ class Subject:
             self.server = None
 
 
-
 def _shown(text: str) -> str:
     """Leave this machine's folders out of what is kept."""
     return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
@@ -114,6 +113,7 @@ async def measure(subject: Subject, scenario: Scenario, size: Size, seed: int) -
     server.resume()
     pids = server.pids()
     server.peak_bytes = 0
+    counted = subject.driver.counts(subject.port)
     sampling = asyncio.ensure_future(_sample(server))
     threads, own = procs.cpu_by_thread(pids), time.process_time()
     before = procs.cpu_seconds(pids)
@@ -123,6 +123,7 @@ async def measure(subject: Subject, scenario: Scenario, size: Size, seed: int) -
     sampling.cancel()
     server.sample()
     figures = summarise(outcome.traces) | outcome.extra
+    figures |= {name: n - counted[name] for name, n in subject.driver.counts(subject.port).items()}
     by_thread = {name: round(s - threads.get(name, 0.0), 2) for name, s in after.items()}
     return figures | {
         "cpu_s": spent,

@@ -60,6 +60,10 @@ remove() {
     # shellcheck disable=SC2086
     systemctl disable --now $names $running 2>/dev/null || true
   fi
+  # Links of enabled units, instances too, where no systemd runs that could be told: an image, a container.
+  for link in "$root"/etc/systemd/system/*.wants/zl*; do
+    case $(readlink "$link" || true) in "$units"/*) rm -f -- "$link" ;; esac
+  done
   while read -r path; do
     rm -f -- "$root$path"
   done <"$manifest"
@@ -189,12 +193,24 @@ install -D -m 644 "$new" "$manifest"
 
 # -- the system --------------------------------------------------------------------------------------------------------
 
-if [ -z "$root" ] && [ -d /run/systemd/system ]; then
+if [ -n "$root" ]; then
+  say "installed below $at"
+  exit 0
+fi
+# The user and the folders need no running systemd, only its programs: an image that is built has these too.
+made=yes
+if command -v systemd-sysusers >/dev/null && command -v systemd-tmpfiles >/dev/null; then
   systemd-sysusers zl.conf
   systemd-tmpfiles --create zl.conf
   if getent group zl >/dev/null && [ -f /etc/zl/zl.toml ]; then chgrp zl /etc/zl/zl.toml; fi
+else
+  made=''
+fi
+if [ -d /run/systemd/system ]; then
   systemctl daemon-reload
   say "installed; next: edit /etc/zl/zl.toml, then systemctl enable --now zl.socket zl.service"
+elif [ -n "$made" ]; then
+  say "installed in $at; systemd does not run here: the user zl and its folders are made, no unit is started"
 else
-  say "installed below $at"
+  say "installed in $at; systemd is not here: make the user zl and the folders of /usr/local/lib/tmpfiles.d/zl.conf yourself"
 fi

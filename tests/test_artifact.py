@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -185,12 +186,23 @@ def test_first_start_makes_an_artifact_and_the_next_one_takes_it(tiny, cache):
     first, _ = serve(SMALL, tiny, requests(), said)
     (folder,) = cache.iterdir()
     assert any("first start of this build" in line for line in said)
+    assert any(re.search(r"made in .* s \(load torch .*pack the weights ", line) for line in said)
     said.clear()
     second, server = serve(SMALL, tiny, requests(), said)
     assert any(str(folder) in line for line in said)
     assert not any("first start" in line for line in said)
     assert bits(first) == bits(second)
     assert folder.name == server.build.build_id[:16]
+
+
+def test_what_making_it_took_and_why_this_device_are_told(tiny, cache, monkeypatch):
+    monkeypatch.setattr("zl.gpu.device.device_count", lambda: 0)
+    said: list[str] = []
+    phases = Phases()
+    prepare(dataclasses.replace(SMALL, device="auto"), tiny, said.append, phases)
+    assert phases.seconds["make the artifact"] > 0
+    assert any(line.startswith("device ") for line in said)
+    assert not any("as asked" in line for line in said)
 
 
 def test_other_settings_and_other_weights_are_other_builds(tiny, tmp_path, cache):

@@ -66,14 +66,14 @@ def prepare(settings: Settings, path: Path, say: Say, phases: Phases | None = No
             settings = artifacts.fit(artifact, settings)
             artifact.check_sizes()
         say(f"artifact {path}: {artifact.model.name}, build {artifact.build_id[:16]}")
-        return _from_artifact(artifact, settings, say, phases)
+        return _from_artifact(artifact, settings, "device cpu: the artifact holds its program", say, phases)
     with phases("device"):
         device, why = open_device(settings.device)
     native = device.kind == "cpu" and settings.cpu_level != "torch" and bool(available_levels())
     if settings.artifact == "off" or not native or not path.exists():
         return _from_model(settings, path, device, why, say, phases)
     try:
-        return _from_cache(settings, path, say, phases)
+        return _from_cache(settings, path, why, say, phases)
     except _NoArtifactError as reason:
         say(f"no artifact: {reason}")
         return _from_model(settings, path, device, why, say, phases)
@@ -83,20 +83,20 @@ class _NoArtifactError(Exception):
     """The model must be served without an artifact, and why."""
 
 
-def _from_cache(settings: Settings, path: Path, say: Say, phases: Phases) -> Build:
+def _from_cache(settings: Settings, path: Path, why: str, say: Say, phases: Phases) -> Build:
     """Serve from the cached artifact of this build; make it first where there is none, or a damaged one."""
     with phases("artifact"):
         found = artifacts.find(path, settings, pick_level(settings.cpu_level))
     if found is not None:
         try:
             found.check_sizes()
-            build = _from_artifact(found, settings, say, phases)
+            build = _from_artifact(found, settings, why, say, phases)
         except ModelError as damage:
             say(f"{damage}")
         else:
             say(f"artifact {found.folder} of the cache, build {found.build_id[:16]}")
             return build
-    return _from_artifact(_make(settings, path, say, phases), settings, say, phases)
+    return _from_artifact(_make(settings, path, say, phases), settings, why, say, phases)
 
 
 def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
@@ -107,7 +107,7 @@ def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
     except ConfigError as reason:
         raise _NoArtifactError(str(reason)) from reason
     say("first start of this build: making an artifact, so that the next start is quick (--artifact off: never)")
-    own = Phases(phases.on_begin)  # told of, but not booked with those of the start
+    own = Phases(phases.on_begin)  # each is told of; those of the start get them as one
     builder = Builder(path, dataclasses.replace(settings, system_prompts=()), level, own)
     try:
         made = builder.build()
@@ -115,17 +115,19 @@ def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
         raise _NoArtifactError(str(failure)) from failure
     total = sum(own.seconds.values())
     size = size_words(sum(entry.bytes for entry in made.files.values()))
-    say(f"artifact {made.folder}: {size}, made in {total:.1f} s")
+    phases.add("make the artifact", total)
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in own.seconds.items())
+    say(f"artifact {made.folder}: {size}, made in {total:.1f} s ({parts})")
     for folder in prune(made.folder):
         say(f"artifact {folder}: not used for long, deleted")
     return made
 
 
-def _from_artifact(artifact: Artifact, settings: Settings, say: Say, phases: Phases) -> Build:
+def _from_artifact(artifact: Artifact, settings: Settings, why: str, say: Say, phases: Phases) -> Build:
     check = HashCheck(artifact)
     try:
         with phases("device"):
-            device, why = open_device("cpu")
+            device, _ = open_device("cpu")
         with phases("tokenizer"):
             text, tokens = artifact.read_text()
         build = _decide(settings, device, why, artifact.packed, artifact.model, text, tokens, artifact.build_id,

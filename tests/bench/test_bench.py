@@ -6,7 +6,9 @@ import asyncio
 import json
 import random
 import statistics
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from bench import report, serve
 from bench.clients import FrameClient, FrameConnection, SseClient, SseConnection
 from bench.drivers import driver, known
 from bench.drivers.base import HOST, MissingPeerError, Plan, python_of
+from bench.drivers.zl import METRICS_HOST
+from bench.micro import buckets
 from bench.scenarios import SCENARIOS, SETTLED_FRAMES, Size, arrivals, burst
 from bench.stats import alternating, gap_stretch, ratios
 from zl.net import codec
@@ -282,8 +286,30 @@ def test_every_system_has_a_driver_and_absent_peers_are_said(tmp_path, monkeypat
 def test_zl_is_measured_with_default_settings():
     plan = Plan(Path("m.gguf"), Path("m"), streams=8, row_tokens=100, threads=2)
     argv, env = driver("zl").command(plan, 7999)
-    assert argv[1:] == ["-m", "zl", "serve", "--model", "m.gguf", "--listen", "tcp:127.0.0.1:7999", "--metrics", "off"]
+    assert argv[1:6] == ["-m", "zl", "serve", "--model", "m.gguf"]
+    assert argv[6:] == ["--listen", "tcp:127.0.0.1:7999", "--metrics", "127.0.0.2:7999"]
     assert "OMP_NUM_THREADS" not in env
+
+
+def test_zl_says_how_many_steps_its_program_did_not_compute():
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = b"# TYPE zl_steps counter\nzl_steps_total 400\n"
+            body += b"# TYPE zl_fallback_steps counter\nzl_fallback_steps_total 3\n"
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer((METRICS_HOST, 0), Page) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert driver("zl").counts(server.server_port) == {"steps": 400.0, "fallback_steps": 3.0}
+        thread.join()
+    assert [driver(name).counts(1) for name in known()[1:]] == [{}] * (len(known()) - 1)
 
 
 def test_sizes_default_to_the_scenario_and_give_way_to_flags():
@@ -332,6 +358,22 @@ def test_table_has_medians_and_paired_ratios(result):
     assert lines["CPU, ms a token"].startswith("| CPU, ms a token | 100.00 | 100.00 | 1.00")
     assert lines["start to first token, s"] == "| start to first token, s | 2.0 | 90.0 | 45.00 |"
     assert "arrivals a second" not in lines  # a figure that the scenario does not have takes no line
+
+
+def test_table_says_which_share_of_the_steps_the_program_computed(result):
+    assert "steps replayed" not in report.table(result)
+    for entry in result["rounds"]:
+        entry |= {"steps": 400.0, "fallback_steps": 3.0} if entry["system"] == "zl" else {}
+    assert "| steps replayed by the program | 99.25% |" in report.table(result)
+
+
+def test_padding_is_told_by_tile_and_bucket():
+    assert [buckets.padded(n) for n in (1, 16, 17, 64, 65, 256)] == [
+        (16, 16), (16, 16), (32, 64), (64, 64), (80, 256), (256, 256),
+    ]  # fmt: skip
+    lines = buckets.table({17: 1_000.0, 32: 1_100.0, 64: 2_000.0})
+    assert lines[2] == "| 17 | 1.00 | 32: +10% | 64: +100% |"
+    assert lines[3:] == ["| 32 | 1.10 | – | 64: +82% |", "| 64 | 2.00 | – | – |"]
 
 
 def test_report_writes_table_beside_the_result_and_leaves_it_alone(result, tmp_path):

@@ -107,11 +107,18 @@ def test_install_again_upgrade_and_uninstall(tmp_path, wheels):
     assert not stale.exists()
     assert len(os.listdir(root / "opt/zl/releases")) == 2
 
+    wants = root / "etc/systemd/system/multi-user.target.wants"
+    wants.mkdir(parents=True)
+    units = Path("/usr/local/lib/systemd/system")
+    for name in ("zl.service", "zl@gpu1.service"):  # as `systemctl enable` leaves them
+        (wants / name).symlink_to(units / name.replace("@gpu1", "@"))
+    (wants / "zlib.service").symlink_to("/lib/systemd/system/zlib.service")
+
     installed = root / "opt/zl/share/zl/install.sh"
     assert stat.S_IMODE(installed.stat().st_mode) == 0o755
     assert "removed" in install(root, "--uninstall", script=installed)
     left = [name for name, (what, _) in snapshot(root).items() if what != "folder"]
-    assert left == ["etc/zl/zl.toml"]
+    assert sorted(left) == ["etc/systemd/system/multi-user.target.wants/zlib.service", "etc/zl/zl.toml"]
     assert settings.read_text() == "# mine\n"
     assert not (root / "opt/zl").exists()
 

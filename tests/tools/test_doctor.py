@@ -100,6 +100,10 @@ def test_memory_and_huge_pages(tmp_path):
     assert "may use 1.0 GiB" in low.text
     write(tmp_path / "thp", "always madvise [never]")
     assert "echo madvise" in doctor_machine.huge_pages(str(tmp_path / "thp")).text
+    assert doctor_machine.huge_pages(str(tmp_path / "transparent_hugepage" / "enabled")).level == WARN
+    unseen = doctor_machine.huge_pages(str(tmp_path / "mm" / "transparent_hugepage" / "enabled"))
+    assert unseen.level == OK
+    assert "not visible here" in unseen.text
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------

@@ -131,6 +131,14 @@ def test_an_old_one_that_does_not_end_is_reported(site):
         assert time.monotonic() - begun < 10
 
 
+def test_an_old_one_that_serves_on_though_its_stop_command_returned_is_reported(site):
+    procedure = site.procedure(instances=(site.instance("blue", "true"), site.instance("green")))
+    says = "has returned, but blue still serves at unix:"
+    with site.server("blue"), site.server("green"), pytest.raises(SwitchError, match=says):
+        procedure.switch("green")
+    assert not any("blue has ended" in line for line in site.said)
+
+
 def test_readiness_counts_where_there_is_a_url(site):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -170,9 +178,12 @@ def test_a_rolling_restart_needs_two_and_takes_one_at_a_time(site):
         with pytest.raises(SwitchError, match="two instances that serve, not blue"):
             site.procedure().roll()
         assert site.run == []
-        back = [site.instance(name, "true") for name in ("blue", "green")]
+        back = tuple(
+            replace(each, start=(*each.start[:2], f"{each.start[2]}; rm {site.folder / each.name}.ill"))
+            for each in site.fleet.instances
+        )
         with site.server("green"):
-            site.procedure(instances=tuple(back)).roll()
+            site.procedure(instances=back).roll()
         assert site.run == ["stop blue", "start blue", "stop green", "start green"]
 
 
@@ -186,8 +197,9 @@ def test_a_rolling_restart_ends_at_the_first_that_does_not_come_back(site):
 def write(site: Site) -> str:
     lines = ["[switch]", "steady_s = 0.1"]
     for each in site.fleet.instances:
-        stop = ["sh", "-c", "true"]
-        lines += [f"[instances.{each.name}]", f"address = '{each.address}'", f"start = {stop}", f"stop = {stop}"]
+        ill = str(site.folder / f"{each.name}.ill")
+        lines += [f"[instances.{each.name}]", f"address = '{each.address}'"]
+        lines += [f"start = {['rm', '-f', ill]}", f"stop = {['touch', ill]}"]
     path = site.folder / "switch.toml"
     path.write_text("\n".join(lines))
     return str(path)

@@ -153,8 +153,11 @@ class Procedure:
                     raise SwitchError(f"{old.name} did not stop within {self._fleet.drain_s:g} s; it may still run")
                 ill = ill or watch.look()
                 time.sleep(POLL_S / 5)
+        command = " ".join(old.stop_command)
         if stopping.returncode:
-            raise SwitchError(f"{' '.join(old.stop_command)} ended with status {stopping.returncode}")
+            raise SwitchError(f"{command} ended with status {stopping.returncode}")
+        if not ill and probing.answers(old):  # such as a command that sends its signal to the wrong process
+            raise SwitchError(f"{command} has returned, but {old.name} still serves at {old.address}")
         self._say(f"{old.name} has ended, {time.monotonic() - begun:.1f} s after it was told to")
         return ill
 
