@@ -136,12 +136,39 @@ int32_t argmax(const Row& row, const float* top, float max) {
     return b * kBlock + __builtin_ctz(lo | hi << 16);
 }
 
-// Every block's mass, for a draw without top-p.
-void weigh_blocks(const Row& row, const zl_sample_stats& stats, zl_sample_scratch* s) {
+// Every block's mass. The sum of them, in floats, is good enough to choose by.
+float weigh_blocks(const Row& row, const zl_sample_stats& stats, zl_sample_scratch* s) {
     List& blocks = s->blocks;
+    V sum = set1(0);
     blocks.n = (row.n_blocks + 63) / 64 * 64;
-    for (int b = 0; b < blocks.n; b += 16)
-        store(blocks.w + b, mul(weight(sub(load(stats.top + b), set1(s->e.max)), s->e), load(stats.sum + b)));
+    for (int b = 0; b < blocks.n; b += 16) {
+        const V w = mul(weight(sub(load(stats.top + b), set1(s->e.max)), s->e), load(stats.sum + b));
+        store(blocks.w + b, w);
+        sum = add(sum, w);
+    }
+    return sum_of(sum);
+}
+
+// The highest floor below which, going by the blocks that have nothing above it, there is less than `spare`.
+int choose_floor(const Row& row, const zl_sample_stats& stats, const Settings& at, float spare, zl_sample_scratch* s) {
+    V below[kFloors];
+    int n_above[kFloors] = {};
+    for (V& v : below) v = set1(0);
+    for (int b = 0; b < row.n_blocks; b += 16) {
+        const V d = sub(load(stats.top + b), set1(s->e.max)), w = load(s->blocks.w + b);
+        for (int j = 0; j < kFloors; j++) {
+            const Mask m = greater(d, set1(at.floor[j]));
+            below[j] = add(below[j], keep(~m, w));
+            n_above[j] += __builtin_popcount(m);
+        }
+    }
+    int j = 0;
+    for (; j < kFloors; j++) {
+        // Blocks with something above have more below too: twice what the others have, where that is known.
+        const int n_under = row.n_blocks - n_above[j];
+        if (n_under && 2 * sum_of(below[j]) * row.n_blocks <= spare * n_under) break;
+    }
+    return j;
 }
 
 // Lists the tokens above max + floor and returns the mass of all others.
@@ -153,9 +180,8 @@ double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_
     Sum below;
     int n = 0;
     for (int b = 0; b < row.n_blocks; b += 16) {
-        const V d = sub(load(stats.top + b), set1(e.max));
-        Mask m = greater(d, edge);
-        accumulate(below, keep(~m, mul(weight(d, e), load(stats.sum + b))));
+        Mask m = greater(sub(load(stats.top + b), set1(e.max)), edge);
+        accumulate(below, keep(~m, load(s->blocks.w + b)));
         for (; m; m &= m - 1) {
             ids[n] = b + __builtin_ctz(m);
             row.request(ids[n++]);
@@ -168,8 +194,8 @@ double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_
         const V d_lo = sub(h.lo, set1(e.max)), d_hi = sub(h.hi, set1(e.max));
         const V w_lo = weight(d_lo, e), w_hi = weight(d_hi, e);
         const Mask lo = greater(d_lo, edge), hi = greater(d_hi, edge);
-        add_to(all, lo, w_lo, d_lo, ids_from(b * kBlock));
-        add_to(all, hi, w_hi, d_hi, ids_from(b * kBlock + 16));
+        if (lo) add_to(all, lo, w_lo, d_lo, ids_from(b * kBlock));
+        if (hi) add_to(all, hi, w_hi, d_hi, ids_from(b * kBlock + 16));
         accumulate(below, add(keep(~lo, w_lo), keep(~hi, w_hi)));
     }
     pad(all);
@@ -178,15 +204,13 @@ double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_
 
 // Finds top-p's cut in a list of candidates.
 void keep_top(const Row& row, const zl_sample_stats& stats, const Settings& at, zl_sample_scratch* s) {
-    const double sure = at.sure / s->vocab;
-    double share = at.guess, mass = 0;
-    float floor = at.guess_floor;
-    if (share < sure) share = sure, floor = (float)(at.temperature * ln(share));
-    for (;; share = sure * mass, floor = (float)(at.temperature * ln(share))) {
+    const double mass = weigh_blocks(row, stats, s), sure = at.sure * mass / s->vocab;
+    for (int j = choose_floor(row, stats, at, (float)(at.rest * mass), s);; j++) {
+        const bool last = j >= kFloors || at.share[j] <= sure;
+        const float floor = last ? (float)(at.temperature * ln(sure)) : at.floor[j];
         const double below = list_above(row, stats, floor, s);
-        mass = below + mass_of(s->all);
-        if (find_cut(s->all, floor, below, at.rest * mass, s->part, &s->cut)) return;
-        if (share <= sure * mass) break;
+        if (find_cut(s->all, floor, below, at.rest * (below + mass_of(s->all)), s->part, &s->cut)) return;
+        if (last) break;
     }
     s->cut = {kMasked, INT32_MAX};  // out of reach: half of `rest` at most is below
 }
@@ -299,6 +323,10 @@ zl_sample_scratch* zl_sample_scratch_new(int vocab) {
 void zl_sample_scratch_free(zl_sample_scratch* s) {
     if (s) free(s->all.w);
     free(s);
+}
+
+int zl_sample_program(float temperature, float top_p, float penalty) {
+    return with_settings(temperature, top_p, penalty, [](auto at) { return at.index; });
 }
 
 float zl_sample_scale(float temperature, float top_p, float penalty) {

@@ -10,6 +10,7 @@
 #define zl_sample_scratch_new ZL_SYM(zl_sample_scratch_new, ZL_LEVEL)
 #define zl_sample_scratch_free ZL_SYM(zl_sample_scratch_free, ZL_LEVEL)
 #define zl_sample_row ZL_SYM(zl_sample_row, ZL_LEVEL)
+#define zl_sample_program ZL_SYM(zl_sample_program, ZL_LEVEL)
 #define zl_sample_scale ZL_SYM(zl_sample_scale, ZL_LEVEL)
 #define zl_sample_measured ZL_SYM(zl_sample_measured, ZL_LEVEL)
 #define zl_sample_kept ZL_SYM(zl_sample_kept, ZL_LEVEL)
@@ -35,6 +36,8 @@ struct zl_sample_stats {
 };
 inline int zl_sample_stat_room(int vocab) { return (vocab + 2047) / 2048 * 64; }
 
+// Which program draws a row of these values: the index of a profile in the build's table, or their number: the generic one.
+int zl_sample_program(float temperature, float top_p, float penalty);
 // log2(e) / temperature as the sums want it; 0: greedy.
 float zl_sample_scale(float temperature, float top_p, float penalty);
 

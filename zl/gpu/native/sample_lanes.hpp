@@ -76,6 +76,11 @@ inline void sums_of(V a, V b, float* of_a, float* of_b) {
     *of_a = _mm512_cvtss_f32(u);
     *of_b = _mm_cvtss_f32(_mm512_extractf32x4_ps(u, 2));
 }
+inline float sum_of(V x) {
+    float of_a, of_b;
+    sums_of(x, x, &of_a, &of_b);
+    return of_a;
+}
 #undef ZL_FOLD
 inline void accumulate(Sum& s, V v) {
     __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));

@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr int kFloors = 8;
+constexpr double kFloorStep = 4;
 constexpr float kMinTemperature = 5e-7f;  // half of the wire's unit; below is greedy
 constexpr double kLog2e = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
 
@@ -25,16 +27,16 @@ struct Settings {
     bool greedy, all, penalised;  // all: no top-p
     float k_high, k_low;          // log2(e) / T in two parts, so that an exponent's fraction is right to its last bit
     double rest;                  // the share of the mass that top-p leaves out at most
-    // Tokens below max + T ln(share) are no candidates of top-p. `sure` * mass / vocab, with which all of them have less
-    // than half of `rest` together, always suffices. Models have far fewer candidates: `guess`, fitted on chat logits,
-    // is tried first, and whether it sufficed shows at once. It decides the speed only.
-    double sure, guess;
-    float guess_floor;  // T ln(guess)
+    // Tokens below a floor under the maximum are no candidates of top-p. Floors are tried from floor[0] = T ln(rest) down, a
+    // factor of kFloorStep in weight apart; how many a row needs decides the speed only. With a share of `sure` * mass /
+    // vocab all that is below has less than half of `rest` together, which always suffices.
+    double sure, share[kFloors];
+    float floor[kFloors];
 };
 
 constexpr Settings settings_of(float temperature, float top_p, float penalty) {
     Settings s{temperature, top_p >= 0 ? top_p : 0.0f, penalty, !(temperature >= kMinTemperature), top_p >= 1.0f,
-               penalty != 1.0f, 0, 0, 0, 0, 0, 0};
+               penalty != 1.0f, 0, 0, 0, 0, {}, {}};
     if (s.greedy) return s;
     const double k = kLog2e / temperature;
     s.k_high = (float)k;
@@ -42,8 +44,9 @@ constexpr Settings settings_of(float temperature, float top_p, float penalty) {
     if (s.all) return s;
     s.rest = 1.0 - (double)s.top_p;  // from 2^-24 on
     s.sure = s.rest / 2;
-    s.guess = s.rest * s.rest / 16;
-    s.guess_floor = (float)(temperature * ln(s.guess));
+    const double top = temperature * ln(s.rest), step = temperature * ln(kFloorStep);
+    double share = s.rest;
+    for (int j = 0; j < kFloors; j++, share /= kFloorStep) s.share[j] = share, s.floor[j] = (float)(top - j * step);
     return s;
 }
 
@@ -62,10 +65,12 @@ constexpr int kProfileCount = 0;
 
 template <int N>
 struct Baked {
+    static constexpr int index = N;
     static constexpr Settings of = settings_of(kProfiles[N].temperature, kProfiles[N].top_p, kProfiles[N].penalty);
     static constexpr const Settings& get() { return of; }
 };
 struct Own {
+    static constexpr int index = kProfileCount;
     Settings of;
     const Settings& get() const { return of; }
 };
