@@ -176,7 +176,7 @@ double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_
     const Exponent e = s->e;
     const V edge = set1(floor);
     int32_t* ids = s->blocks.id;
-    List& all = s->all;
+    List all = s->all;  // a copy: the compiler cannot know that appending leaves the list's pointers alone
     Sum below;
     int n = 0;
     for (int b = 0; b < row.n_blocks; b += 16) {
@@ -199,6 +199,7 @@ double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_
         accumulate(below, add(keep(~lo, w_lo), keep(~hi, w_hi)));
     }
     pad(all);
+    s->all.n = all.n;
     return total(below);
 }
 

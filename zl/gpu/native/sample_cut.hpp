@@ -66,7 +66,25 @@ void sort_small(List& list) {
     }
 }
 
-// Third pass: finds how much of the unlikely end can be left out: at most `spare` of mass, `below` of it being outside
+// Puts into `to`, which may be `from` itself (it never gets past what was read), the tokens above `bottom` and not above
+// `high`; returns the lowest of them.
+float between(const List& from, float bottom, float high, List& to) {
+    const List in = from;  // copies: the compiler cannot know that appending leaves the lists' pointers alone
+    List out = to;
+    out.n = 0;
+    V fall = set1(0);
+    for (int i = 0; i < in.n; i += 16) {
+        const V d = load(in.d + i), w = load(in.w + i);
+        const Ids id = load_ids(in.id + i);
+        const Mask m = greater(d, set1(bottom)) & ~greater(d, set1(high));
+        fall = max(fall, keep(m, sub(set1(0), d)));
+        add_to(out, m, w, d, id);
+    }
+    to.n = out.n;
+    return -highest(fall);
+}
+
+// Finds how much of the unlikely end can be left out: at most `spare` of mass, `below` of it being outside
 // the list. The mass left out is what is summed, because there the weights' rounding is far below one token; in the mass
 // kept, the likeliest tokens' rounding would outweigh many unlikely ones.
 // Each turn goes on with the tokens between two edges. The list's d are in [low, high]; the last edge is low itself, which
@@ -80,7 +98,9 @@ bool find_cut(const List& all, float low, double below, double spare, List& part
         float edge[kEdges];
         double mass[kEdges];
         for (int k = 0; k < kEdges; k++) {
-            float e = (float)(high - ((double)high - low) * (k + 1) / kEdges);
+            // At first the cut is near the low end, which is where the list was made to end.
+            const double up = (double)(kEdges - 1 - k) / kEdges, share = list == &all ? up * up : up;
+            float e = (float)(low + ((double)high - low) * share);
             e = e < high ? e : nextafterf(high, kMasked);
             edge[k] = k < kEdges - 1 && e > low ? e : low;
         }
@@ -90,22 +110,13 @@ bool find_cut(const List& all, float low, double below, double spare, List& part
         const float bottom = k < kEdges ? edge[k] : kMasked;
         high = k ? edge[k - 1] : high;
         below += k < kEdges ? mass[k] : 0;
-        V fall = set1(0);
-        const int n = list->n;
-        part.n = 0;  // appending in place is safe: it never gets past what was read
-        for (int i = 0; i < n; i += 16) {
-            V d = load(list->d + i);
-            Mask m = greater(d, set1(bottom)) & ~greater(d, set1(high));
-            if (!m) continue;
-            fall = max(fall, keep(m, sub(set1(0), d)));
-            add_to(part, m, load(list->w + i), d, load_ids(list->id + i));
-        }
+        const float lowest = between(*list, bottom, high, part);
         if (!part.n) {  // rounding between two turns: all that is above stays
             *cut = {high, INT32_MAX};
             return true;
         }
         pad(part);
-        low = -highest(fall);
+        low = lowest;
         list = &part;
     }
     if (list == &all) {
@@ -126,7 +137,7 @@ inline V kept_weights(const List& list, int i, const Cut* cut) {
     return keep(greater(d, edge) | (equal(d, edge) & up_to(list.id + i, cut->id)), w);
 }
 
-// Last pass: inverse CDF over the kept tokens in id order. The list is padded with zero weights to whole groups of four
+// The draw: inverse CDF over the kept tokens in id order. The list is padded with zero weights to whole groups of four
 // vectors. Returns the place in the list: of the entry at which the sum exceeds u times the kept mass, else of the last.
 // `left` is what of the draw is left for that entry.
 int pick(const List& list, const Cut* cut, float u, double* sums, double* left) {
