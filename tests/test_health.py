@@ -51,3 +51,13 @@ def test_a_slow_start_is_no_stall(clock):
     health = Health(lambda: 0.0, clock=clock)
     assert health.live
     assert not health.ready
+
+
+def test_a_step_that_may_take_longer_is_no_stall_until_then(clock):
+    health = Health(lambda: 100.0, lambda: 20.0, clock=clock)
+    health.phase = Phase.READY
+    clock.now += 19.9
+    assert health.ready
+    clock.now += 0.2
+    assert health.stuck
+    assert not health.live

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from enum import Enum
 
 STALL_S = 1.5
-"""Seconds without a turn of the step loop after which it counts as stuck; probes are to know within 2 s."""
+"""Seconds without a turn of the step loop after which it counts as stuck, so that probes know within 2 s. It is more
+where the step that runs may take longer on this machine."""
 
 
 class Phase(Enum):
@@ -27,17 +28,20 @@ class Phase(Enum):
 class Health:
     """Liveness and readiness.
 
-    turned_at  gives the time.monotonic of the step loop's newest sign of progress
+    turned_at   gives the time.monotonic of the step loop's newest sign of progress
+    patience_s  gives the seconds that the step in flight may take
     """
 
     def __init__(
         self,
         turned_at: Callable[[], float],
+        patience_s: Callable[[], float] = lambda: 0.0,
         *,
         stall_s: float = STALL_S,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._turned_at = turned_at
+        self._patience_s = patience_s
         self._stall_s = stall_s
         self._clock = clock
         self.phase = Phase.STARTING
@@ -48,11 +52,16 @@ class Health:
         return max(0.0, self._clock() - self._turned_at())
 
     @property
+    def stuck(self) -> bool:
+        """Say whether that is longer than it should be."""
+        return self.stalled_s >= max(self._stall_s, self._patience_s())
+
+    @property
     def live(self) -> bool:
         """Say whether the engine works; a server that is still starting counts as alive."""
         if self.phase is Phase.STARTING:
             return True
-        return self.phase is not Phase.FAILED and self.stalled_s < self._stall_s
+        return self.phase is not Phase.FAILED and not self.stuck
 
     @property
     def ready(self) -> bool:

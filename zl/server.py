@@ -31,7 +31,7 @@ from zl.gpu.native.step import NativeStep
 from zl.gpu.nvtx import MarkedEngine, NvtxMark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.programs import N_SLOTS, Engine, open_engine
-from zl.health import STALL_S, Health, Phase
+from zl.health import Health, Phase
 from zl.journal import CLOSING_S
 from zl.metrics.collect import Read
 from zl.metrics.http import MetricsServer
@@ -59,7 +59,7 @@ STOP_S = 10.0
 """How long the step in flight may take to end."""
 
 STUCK_S = 1.0
-"""How long one may take that has not moved for STALL_S."""
+"""How long one may take that is stuck."""
 
 CLOSE_S = FLUSH_S + STOP_S + 2 * CLOSING_S + 5.0
 """How long the service manager is to wait beyond the drain deadline."""
@@ -109,7 +109,7 @@ class Server:
         self.dispatcher = Dispatcher(
             shapes, self.rows, self.pages, columns, self.generation.seat, Limits(max_queue=settings.max_queue)
         )
-        self.health = Health(self._turned_at)
+        self.health = Health(self._turned_at, lambda: self.generation.counters.patience_s)
         self.watchdog = Watchdog(self.health, self._notifier, loop.call_later, self._status)
         self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         self.service = Service(
@@ -216,7 +216,7 @@ class Server:
             if journal is not None:
                 journal.close()
         ending = asyncio.ensure_future(asyncio.to_thread(self.generation.stop))
-        await asyncio.wait({ending}, timeout=STOP_S if self.health.stalled_s < STALL_S else STUCK_S)
+        await asyncio.wait({ending}, timeout=STUCK_S if self.health.stuck else STOP_S)
         self.stuck = not ending.done()
         if self.stuck:
             log.error("the engine is stuck in a step and cannot be closed")

@@ -18,6 +18,7 @@ import numpy as np
 
 from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pacing import Pacer
+from zl.gpu.patience import Patience
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, StepSlot
 from zl.measures import START, EngineTimes, Moment
 from zl.rows import Ticket
@@ -83,6 +84,7 @@ class LoopCounters:
     decode_tokens: int = 0
     prefill_tokens: int = 0
     turned_at: float = field(default_factory=time.monotonic)  # newest sign of progress: a turn, or a step that ended
+    patience_s: float = 0.0  # how long the newest step may take before it counts as stuck
     times: EngineTimes = field(default_factory=lambda: EngineTimes(time.perf_counter_ns()))
 
     @property
@@ -155,6 +157,7 @@ class GenerationLoop:
         self._plan = mark("plan", self._launch)
         self._inner_ns = inner_ns
         self._pacer = Pacer(chunk_tokens, shapes.step_tokens)
+        self._patience = Patience()
         self._inbox: deque[Seat] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -304,6 +307,7 @@ class GenerationLoop:
         if not n:
             return False
         slot.n_segs[0] = n
+        self.counters.patience_s = self._patience.limit_s(n_decode + n_prefill)
         launched_ns = time.perf_counter_ns()
         self._times.scheduled(launched_ns)
         seq = self._engine.launch(index)
@@ -377,6 +381,7 @@ class GenerationLoop:
         self.counters.fallback += self._engine.fallback
         self._times.landed(elapsed, *self._inner_ns())
         self.counters.turned_at = time.monotonic()
+        self._patience.landed(flight.n_decode + flight.n_prefill, elapsed)
         self._pacer.landed(flight.n_decode, flight.n_prefill, flight.n_prompts, elapsed)
         slot = self._slots[flight.slot]
         n = len(flight.drawn)

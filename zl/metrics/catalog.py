@@ -235,7 +235,8 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "zl_engine_stall_seconds", GAUGE, "seconds",
-        "Time since the step loop last made progress; it turns twice a second when idle. From 1.5 s on /livez fails.",
+        "Time since the step loop last made progress; it turns twice a second when idle. /livez fails from 1.5 s on, "
+        "or from four times what the running step should take.",
     ),
     Family("zl_live", GAUGE, "", "1 while the engine works: what /livez says."),
     Family("zl_ready", GAUGE, "", "1 while requests are taken and will be answered: what /readyz says."),

@@ -1,5 +1,5 @@
 // The two products of attention on tiles. Tile numbers are instruction immediates, hence the unrolling by hand.
-// Tiles 0-5 have as many rows as there are queries (use_tiles), 6 and 7 sixteen.
+// Tiles 0-5 have as many rows as there are queries (use_tiles), 6 sixteen. Few tiles are live: see tile.hpp.
 #pragma once
 #include "micro.hpp"
 #include "tile.hpp"
@@ -17,38 +17,44 @@ inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Blo
     for (int p = 0; p < pages; p++, out += (size_t)rows * 32) {
         const bf16 *k0 = block(p), *k1 = k0 + KT * kTile;
         _tile_zero(0);
-        _tile_zero(1);
         _tile_loadd(6, k0, 64);
         each(p, 0);
-        _tile_loadd(7, k1, 64);
-        each(p, 1);
         _tile_dpbf16ps(0, 2, 6);
-        _tile_dpbf16ps(1, 2, 7);
         if constexpr (KT > 1) {
             _tile_loadd(6, k0 + kTile, 64);
-            each(p, 2);
-            _tile_loadd(7, k1 + kTile, 64);
-            each(p, 3);
+            each(p, 1);
             _tile_dpbf16ps(0, 3, 6);
-            _tile_dpbf16ps(1, 3, 7);
         }
         if constexpr (KT > 2) {
             _tile_loadd(6, k0 + 2 * kTile, 64);
-            each(p, 4);
-            _tile_loadd(7, k1 + 2 * kTile, 64);
-            each(p, 5);
+            each(p, 2);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (KT > 3) {
             _tile_loadd(6, k0 + 3 * kTile, 64);
-            each(p, 6);
-            _tile_loadd(7, k1 + 3 * kTile, 64);
-            each(p, 7);
+            each(p, 3);
             _tile_dpbf16ps(0, 5, 6);
-            _tile_dpbf16ps(1, 5, 7);
         }
         _tile_stored(0, out, 128);
+        _tile_zero(1);
+        _tile_loadd(6, k1, 64);
+        each(p, KT);
+        _tile_dpbf16ps(1, 2, 6);
+        if constexpr (KT > 1) {
+            _tile_loadd(6, k1 + kTile, 64);
+            each(p, KT + 1);
+            _tile_dpbf16ps(1, 3, 6);
+        }
+        if constexpr (KT > 2) {
+            _tile_loadd(6, k1 + 2 * kTile, 64);
+            each(p, KT + 2);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if constexpr (KT > 3) {
+            _tile_loadd(6, k1 + 3 * kTile, 64);
+            each(p, KT + 3);
+            _tile_dpbf16ps(1, 5, 6);
+        }
         _tile_stored(1, out + 16, 128);
     }
 }
@@ -82,8 +88,8 @@ inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, 
         _tile_dpbf16ps(0, 4, 6);
         each(p, first);
         if constexpr (N > 1) {
-            _tile_loadd(7, v + kTile, 64);
-            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, v + kTile, 64);
+            _tile_dpbf16ps(1, 4, 6);
             each(p, first + 1);
         }
         if constexpr (N > 2) {
@@ -92,8 +98,8 @@ inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, 
             each(p, first + 2);
         }
         if constexpr (N > 3) {
-            _tile_loadd(7, v + 3 * kTile, 64);
-            _tile_dpbf16ps(3, 4, 7);
+            _tile_loadd(6, v + 3 * kTile, 64);
+            _tile_dpbf16ps(3, 4, 6);
             each(p, first + 3);
         }
     }

@@ -30,6 +30,8 @@ struct Matrix {
 // Up to this many rows a product is bound by the weights' bytes, and unpacking blocks wins; beyond, the plain copy does.
 constexpr int kUnpackRows = 32;
 
+constexpr int kByRows = 256;  // from here on threads share the rows of a product, not its columns
+constexpr int kPanel = 9, kPanelRows = 512;  // records of a block, and rows, that a product takes at a time
 constexpr int kRing = 4;  // records that a thread holds unpacked while it multiplies them
 
 // A matrix in the context's dtype, and as blocks where the file has them (kind not 0).

@@ -100,7 +100,8 @@ bool zl_context::allocate() {
     const size_t state = Arena::room((size_t)n.rows * 4) * 2 + Arena::room((size_t)n.rows * n.seen_words * 4);
     const size_t final_acts = (size_t)zl::round_up(n.rows, 32) * n.hidden_pad * n.elem;
     const int kt_most = std::max(n.kt_hidden, std::max(n.kt_attn, n.kt_ffn));
-    const size_t unpacked_bytes = (size_t)(kt_most + zl::kRing) * zl::kRecordTiles * zl::kTile * n.elem;
+    const size_t unpacked_bytes = std::max((size_t)(kt_most + zl::kRing) * zl::kRecordTiles * zl::kTile * n.elem,
+                                           (size_t)zl::kPanelRows * 32 * sizeof(float));
     const size_t own_bytes = Arena::room((size_t)16 * n.hidden_pad * n.elem);
     const size_t total = sums + acts + final_acts + 2 * attn + 2 * kvs + ffns + lg + stat + state +
                          (attn_scratch_bytes() + unpacked_bytes + own_bytes) * config.n_threads + 4096;

@@ -92,7 +92,7 @@ struct zl_context : zl::Job {
     float* stats;                        // [rows][3][stat_room], of the logits' blocks
     // By thread.
     std::vector<void*> attn_scratch;
-    std::vector<void*> unpacked;         // one block of 32 columns, or a turned activation and unpacked records
+    std::vector<void*> unpacked;         // one block of 32 columns; a turned activation and unpacked records; or a panel's sums
     std::vector<void*> own_act;          // [kOwnRows] normed rows as an activation
     std::vector<std::unique_ptr<zl::Drawer>> drawers;
     // Device state by row.

@@ -73,14 +73,14 @@ struct Forward {
         const Matrix &b = packed.pick(rows), &then = then_packed.pick(rows);
         T* room = (T*)c.unpacked[w.index];
         const T* act = ready((const T*)a, rows, kt, b, room);
-        const char* next = then.data + (size_t)w.first(then_blocks) * then_kt * record_bytes(then.kind, n.elem);
         const size_t block_bytes = kt * record_bytes(b.kind, n.elem);
-        const int parts = row_parts(rows, blocks, b.kind, w.n_threads), each = round_up((rows + parts - 1) / parts, 32);
+        const Split split(rows, blocks, b.kind, w.n_threads);
+        const int then_first = split.by_rows ? 0 : w.first(then_blocks);
+        const char* next = then.data + (size_t)then_first * then_kt * record_bytes(then.kind, n.elem);
         Later later(done);
-        w.run(blocks * parts, 1, [&](int item, int, int limit) {
-            const int nb = item / parts, r = item % parts * each;
-            const Part part{nb, r, r + each < rows ? r + each : rows};
-            const Stream ahead{b.data + (size_t)((limit + parts - 1) / parts) * block_bytes, next};
+        w.run(blocks * split.parts, 1, [&](int item, int, int limit) {
+            const Part part = split.at(item);
+            const Stream ahead{b.data + (size_t)split.end_block(limit) * block_bytes, next};
             gemm(act, rows, kt, b, part, ahead, room, later);
         }, [&] {
             later.all();

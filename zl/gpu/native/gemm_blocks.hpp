@@ -34,7 +34,7 @@ inline void turn(const void* from, size_t step, void* to, size_t to_step) {
     }
 }
 
-// Tiles 0-3 are sums [16 columns][m], 4 and 5 weights, 6 and 7 activations [16 pairs of k][m].
+// Tiles 0-3 are sums [16 columns][m], 4 and 5 weights, 6 activations [16 pairs of k][m].
 inline void use_block_tiles(int m) {
     TileConfig t;
     for (int i = 0; i < 8; i++) {
@@ -69,13 +69,16 @@ inline void block_product(const bf16* a0, const bf16* a1, int a_stride, int kt, 
         tile_fence();  // the tile loads see what was unpacked
         _tile_loadd(6, a0 + (size_t)k * kTile, a_stride);
         _tile_loadd(4, now, 64);
-        _tile_loadd(5, now + kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
         if constexpr (kGroups > 1) {
-            _tile_loadd(7, a1 + (size_t)k * kTile, a_stride);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(5, now + kTile, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(6, a1 + (size_t)k * kTile, a_stride);
+            _tile_dpbf16ps(1, 4, 6);
+            _tile_dpbf16ps(3, 5, 6);
+        } else {
+            _tile_loadd(4, now + kTile, 64);
+            _tile_dpbf16ps(2, 4, 6);
         }
     }
 }
