@@ -27,7 +27,7 @@ from zl.shapes import PAGE, Shapes, pages_for
 from zl.text.tokenizer import text_model
 from zl.tools.prompts import burst
 
-STAGES = ("out", "head", "sample", "total")
+STAGES = ("head", "sample", "total")
 SETTINGS = {
     **{p.name: (p.temperature, p.top_p, p.penalty, False) for p in PROFILES.values()},
     "generic": (0.71, 0.95, 1.1, False),
