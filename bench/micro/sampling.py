@@ -1,8 +1,8 @@
 """Time the end of a step, head product and sampling: `python -m bench.micro.sampling MODEL.gguf [--against OTHER.so]`.
 
 Rows hold chat prompts, so the logits are a model's own; one decode step is run again and again. With `--against`, two
-compiled libraries of one interface (two builds found in the cache folder) take turns step by step in one process, so that
-a slow moment of the machine hits both alike; the tokens they draw are counted as equal or not. State: none.
+compiled libraries of one interface (two builds found in the cache folder) take turns step by step in one process, so
+that a slow moment of the machine hits both alike; the tokens they draw are counted as equal or not. State: none.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def main() -> None:
         first.export(path)
         first.close()
         engines = {
-            name: open_engine(Packed(path, lib, level, "bfloat16"), source, ids, args.threads) for name, lib in libraries.items()
+            name: open_engine(Packed(path, lib, level, "bfloat16"), source, ids, args.threads)
+            for name, lib in libraries.items()
         }
     plan = [(row, len(one), 1, SAMPLE) for row, one in enumerate(ids)]
     print(f"{args.rows} rows, {args.threads} threads, {level}; microseconds: median (least)")
