@@ -21,7 +21,7 @@
 namespace {
 
 constexpr uint8_t kNumeric = 4;
-constexpr int kAhead = 8;  // blocks of a list that are requested in advance: logits come from the last cache
+constexpr int kAhead = 16;  // blocks of a list that are requested in advance: logits come from the last cache
 
 // A row as whole blocks: all but the last one in place, the last one padded with -inf where it is partial.
 struct Row {
@@ -183,13 +183,14 @@ double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_
         Mask m = greater(sub(load(stats.top + b), set1(e.max)), edge);
         accumulate(below, keep(~m, load(s->blocks.w + b)));
         for (; m; m &= m - 1) {
-            ids[n] = b + __builtin_ctz(m);
-            row.request(ids[n++]);
+            if (n < kAhead) row.request(b + __builtin_ctz(m));
+            ids[n++] = b + __builtin_ctz(m);
         }
     }
     all.n = 0;
     for (int i = 0; i < n; i++) {
         const int b = ids[i];
+        if (i + kAhead < n) row.request(ids[i + kAhead]);
         const Block h = row.penalised(b);
         const V d_lo = sub(h.lo, set1(e.max)), d_hi = sub(h.hi, set1(e.max));
         const V w_lo = weight(d_lo, e), w_hi = weight(d_hi, e);
