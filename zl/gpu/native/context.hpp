@@ -39,7 +39,7 @@ struct Sizes {
     int layers, hidden, hidden_pad, heads, kv_heads, group, head_dim, half, half_pad, head_pad, ffn, ffn_pad, vocab;
     int kt_hidden, kt_attn, kt_ffn;                      // k tiles
     int nb_qkv, nb_hidden, nb_gate_up, nb_vocab;         // blocks of 32 columns
-    int seen_words, logit_stride, rows, model_len, table_width, pages, tokens, tokens_pad;
+    int seen_words, logit_stride, stat_room, rows, model_len, table_width, pages, tokens, tokens_pad;
     size_t elem;                                         // bytes of T
     bool kv8;                                            // keys and values in eight bits; T is bf16
     size_t page_elems;                                   // of one page and kv head: K and V
@@ -68,6 +68,7 @@ struct Plan {
     std::vector<std::pair<int, int>> fills;  // (segment, page of the row) of longer segments
     std::vector<std::pair<int, int>> tiles;  // (segment, first 16-row query tile) of longer segments
     std::vector<int> samples;            // segments that draw
+    std::vector<zl_sample_stats> measures;  // of their logits
 };
 
 }  // namespace zl
@@ -90,6 +91,7 @@ struct zl_context : zl::Job {
     void *act_hidden, *act_attn, *act_ffn;  // activations
     void *q, *k, *v;                     // [tokens_pad][heads][head_pad]
     float* logits;                       // [rows][logit_stride]
+    float* stats;                        // [rows][3][stat_room], of the logits' blocks
     // By thread.
     std::vector<void*> attn_scratch;
     std::vector<void*> unpacked;         // one block of 32 columns; a turned activation and unpacked records; or a panel's sums
