@@ -13,15 +13,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.gpu import native_kit
 from tests.tiny_model import write_tiny
 from zl import artifact as artifacts
 from zl import builder as builders
 from zl import warm
 from zl.artifact import FILES, MANIFEST, PROGRESS
-from zl.build import prepare
+from zl.build import _decide, prepare
 from zl.builder import Builder
 from zl.config import Settings
 from zl.errors import ConfigError, ModelError
@@ -411,6 +413,7 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
         ("dtype", "float32"),
         ("device", "cuda"),
         ("cpu_level", "torch"),
+        ("kv", "int8"),
         ("max_model_len", 128),
         ("on_system_tokens", "reject"),
     ],
@@ -418,6 +421,33 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
 def test_settings_that_it_was_not_built_for_are_refused(made, name, value):
     settings = dataclasses.replace(SMALL, max_tokens=64, **{name: value})
     assert name in refused(ConfigError, made, settings)
+
+
+def test_int8_keys_and_values_are_another_build_which_auto_takes(tmp_path, cache):
+    model = write_tiny(tmp_path / "model", seed=3)
+    eight = dataclasses.replace(SMALL, kv="int8")
+    plain, eights = (build(model, tmp_path / kv, settings) for kv, settings in (("auto", SMALL), ("int8", eight)))
+    assert plain.build_id != eights.build_id
+    assert (plain.facts["kv"], eights.facts["kv"]) == ("bfloat16", "int8")
+    said: list[str] = []
+    here, server = serve(SMALL, eights.folder, requests(), said)
+    assert server.engine.name.endswith(", int8 KV")
+    assert any(" in int8 (" in line for line in said)
+    there, _ = serve(dataclasses.replace(eight, artifact="off"), model, requests())
+    assert bits(here) == bits(there)
+
+
+def test_int8_keys_and_values_without_the_native_program_are_refused(tmp_path):
+    model = write_tiny(tmp_path / "model", seed=3)
+    line = refused(ConfigError, model, dataclasses.replace(SMALL, kv="int8", cpu_level="torch"))
+    assert "kv = 'int8': only the native CPU program" in line
+
+
+def test_int8_keys_and_values_are_refused_on_a_gpu():
+    gpu, text = SimpleNamespace(kind="cuda", name="a GPU"), SimpleNamespace(vocab_size=100)
+    settings = dataclasses.replace(SMALL, device="cuda", kv="int8")
+    with pytest.raises(ConfigError, match=r"kv = 'int8'.*a GPU without it.*--device cpu"):
+        _decide(settings, gpu, "", SimpleNamespace(), native_kit.tiny(), text, None, "", lambda line: None, Phases())
 
 
 # System prompts

@@ -115,6 +115,8 @@ def test_unknown_settings_of_callers_are_refused():
         ({"step_tokens": 64, "max_rows": 64}, "step_tokens = 64 .*more than max_rows"),
         ({"max_frame": 100}, "max_frame = 100 .*1KiB to 64MiB"),
         ({"tls_cert": "/dev/null"}, "tls_cert .*together with tls_key"),
+        ({"kv": "int8", "dtype": "float32"}, r"kv = 'int8' \(--kv\): must be auto where dtype is float32"),
+        ({"kv": "int8", "max_model_len": 65_537}, "kv = 'int8' .*auto where max_model_len is above 65536"),
         ({"tls_cert": "/none", "tls_key": "/dev/null"}, "tls_cert = '/none' .*can read"),
     ],
 )

@@ -121,13 +121,13 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not have_compiler(), reason="no C++ compiler or no AVX2: nothing native to plan for")
-@pytest.mark.parametrize("quantisation", ["", "Q4_1", "Q8_0"])
-def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation):
+@pytest.mark.parametrize(("quantisation", "kv"), [("", "auto"), ("Q4_1", "auto"), ("Q8_0", "auto"), ("", "int8")])
+def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation, kv):
     shape = tiny(hidden=768, n_heads=12, n_kv_heads=4, ffn=2048, vocab=8_192)
     names = ("embed", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down") if quantisation else ()
     weights, blocks = quantised(shape, dict.fromkeys(names, quantisation))
     source = Source(shape, weights, blocks)
-    settings = load({"kv_memory": "48MiB", "threads": 1}, environ={})
+    settings = load({"kv_memory": "48MiB", "threads": 1, "kv": kv}, environ={})
     shapes = Shapes(max_rows=32, max_model_len=512, max_tokens=64, step_tokens=128)
     device = CpuDevice()
     count = native_needs(settings, shape, device, "bfloat16", source)
@@ -138,7 +138,7 @@ def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation):
     arrays = [*vars(columns).values(), *(array for slot in slots for array in vars(slot).values())]
     assert memory.columns == sum(array.nbytes for array in arrays)
     before = resident()
-    native = NativeStep(shape, weights, columns, slots, wide.n_pages, wide.step_tokens, 1, "auto", source.blocks)
+    native = NativeStep(shape, weights, columns, slots, wide.n_pages, wide.step_tokens, 1, "auto", source.blocks, kv)
     taken = resident() - before
     planned = memory.weights + memory.kv_pool + memory.buffers - drawn_bytes(wide)
     assert planned - (6 << 20) <= taken <= planned + (8 << 20), (planned, taken)
@@ -150,6 +150,9 @@ def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation):
     pages = native.pool()[0]
     assert pages.shape[1] == n_pages + 1, "the canary has a page beyond the books'"
     assert pages.nbytes <= memory.kv_pool < pages.nbytes + (5 << 20)
+    tokens_per_mib = n_pages * PAGE / 48
+    assert tokens_per_mib == pytest.approx(2**20 / (shape.n_layers * 4 * 2 * (66 if kv == "int8" else 128)), rel=0.01)
+    assert (" in int8 (" in memory.line(n_pages)) == (kv == "int8")
     guard = Guard(native, columns, slots, wide, FromSource(source), beat_s=0)
     assert guard._drawn.nbytes == drawn_bytes(wide)
     guard.close()

@@ -174,7 +174,7 @@ def fit(artifact: Artifact, settings: Settings) -> Settings:
     made, where = artifact.facts, artifact.folder
     level = artifact.level
     asked = (("dtype", settings.dtype, made["dtype"]), ("device", settings.device, made["device"]),
-             ("cpu_level", settings.cpu_level, level))  # fmt: skip
+             ("cpu_level", settings.cpu_level, level), ("kv", settings.kv, made.get("kv")))  # fmt: skip
     for name, wish, has in asked:
         if wish not in ("auto", has):
             raise ConfigError(f"{name} = {wish!r}: {where} was built for {has}; leave {name} out, or {_AGAIN}")
@@ -189,6 +189,7 @@ def fit(artifact: Artifact, settings: Settings) -> Settings:
         chosen[name] = has
     settings = dataclasses.replace(
         settings, dtype=made["dtype"], device=made["device"], cpu_level=level, **chosen,
+        kv="int8" if made.get("kv") == "int8" else "auto",
         system_prompts=settings.system_prompts or artifact.system_prompts,
     )  # fmt: skip
     now = facts.plain(facts.known_facts(settings, artifact.model, level, made["device"]))

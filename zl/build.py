@@ -179,6 +179,11 @@ def _decide(
     dtype = facts.dtype_of(settings)
     shapes = facts.shapes_of(settings, model)
     count = native_needs(settings, model, device, dtype, weights)
+    if count is None and settings.kv == "int8":
+        raise ConfigError(
+            f"kv = 'int8': only the native CPU program keeps keys and values in eight bits, and this build computes on "
+            f"{device.name} without it; leave kv out" + (", or serve with --device cpu" if device.kind != "cpu" else "")
+        )
     n_pages, memory = plan_memory(settings, model, shapes, device, dtype, count)
     shapes = dataclasses.replace(shapes, n_pages=n_pages)
     say(memory.line(n_pages))

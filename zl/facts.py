@@ -43,6 +43,11 @@ def dtype_of(settings: Settings) -> str:
     return "float32" if settings.dtype == "float32" else "bfloat16"
 
 
+def kv_of(settings: Settings) -> str:
+    """Settle what keys and values are kept in: "int8" where that is asked for, else the dtype."""
+    return settings.kv if settings.kv != "auto" else dtype_of(settings)
+
+
 def shapes_of(settings: Settings, model: ModelShape) -> Shapes:
     """Settle the sizes; the number of pages is still open."""
     max_model_len = min(settings.max_model_len, model.max_position)
@@ -81,6 +86,7 @@ def known_facts(settings: Settings, model: ModelShape, program: str, device: str
     return {
         "model": {name: value for name, value in asdict(model).items() if name != "name"},
         "dtype": dtype_of(settings),
+        "kv": kv_of(settings),
         "device": device,
         "program": program,
         "machine": f"{platform.machine()} {' '.join(sorted(_flags(program)))}" if device == "cpu" else device,

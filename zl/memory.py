@@ -47,6 +47,7 @@ class MemoryPlan:
     weights    on the CPU with the file's blocks kept beside them, where they are
     buffers    activations and row state
     on_device  the plan is of a device's memory; `columns` alone are in the host's
+    kv         what keys and values are kept in, where that is not the dtype
     """
 
     weights: int
@@ -57,10 +58,12 @@ class MemoryPlan:
     buffers: int = 0
     reserve: int = 0
     on_device: bool = False
+    kv: str = ""
 
     def line(self, n_pages: int) -> str:
         """Say it in one line."""
-        pool = f"KV pool {size_words(self.kv_pool)} ({n_pages} pages, {n_pages * PAGE:,} tokens)"
+        kind = f" in {self.kv}" if self.kv else ""
+        pool = f"KV pool {size_words(self.kv_pool)}{kind} ({n_pages} pages, {n_pages * PAGE:,} tokens)"
         if self.on_device:
             return (
                 f"memory: weights {size_words(self.weights)}, {pool}, programs {size_words(self.programs)} (estimate), "
@@ -83,7 +86,7 @@ def native_needs(
     threads = settings.threads or len(os.sched_getaffinity(0))
     blocks = weights if isinstance(weights, Packed) else weights.blocks
     level = "" if packed else pick_level(settings.cpu_level)
-    return lambda shapes: needs(model, blocks, shapes, dtype, level, threads)
+    return lambda shapes: needs(model, blocks, shapes, dtype, level, threads, facts.kv_of(settings))
 
 
 def page_bytes(model: ModelShape, dtype: str) -> int:
@@ -111,7 +114,7 @@ def plan_memory(
     free, _ = device.memory()
     if count is not None:
         wide = with_canary(replace(shapes, n_pages=0))  # the canary has a row and a page of its own
-        page, base = pool_bytes(model, 1, facts.ITEM_BYTES[dtype]), count(wide)
+        page, base = pool_bytes(model, 1, facts.kv_of(settings)), count(wide)
         weights, buffers, own = base.weights, base.scratch + drawn_bytes(wide), base.pool
     else:
         wide, own, page = shapes, 0, page_bytes(model, dtype)
@@ -139,7 +142,8 @@ def plan_memory(
             f"lower --max-model-len"
         )
     pool = n_pages * page if count is None else count(replace(wide, n_pages=wide.n_pages + n_pages)).pool
-    return n_pages, MemoryPlan(weights, pool, columns, free, buffers=buffers)
+    kv_kind = settings.kv if settings.kv != "auto" else ""
+    return n_pages, MemoryPlan(weights, pool, columns, free, buffers=buffers, kv=kv_kind)
 
 
 def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: Device) -> tuple[int, MemoryPlan]:

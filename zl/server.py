@@ -331,7 +331,7 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     slots = [StepSlot(shapes, build.device.allocate) for _ in range(n_slots)]
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, shapes, columns, slots,
-        threads=settings.threads, level=settings.cpu_level, say=say, canary=captured,
+        threads=settings.threads, level=settings.cpu_level, kv=settings.kv, say=say, canary=captured,
         debug_addresses=settings.debug_addresses == "on", mark=NvtxMark() if settings.nvtx == "on" else unmarked,
     )  # fmt: skip
     if isinstance(engine, NativeStep):

@@ -65,7 +65,8 @@ class FileWeights(dict[str, torch.Tensor]):
 
 
 def build(
-    rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads: int, level: str, source: WeightSource | None
+    rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads: int, level: str, source: WeightSource | None,
+    kv: str = "auto",
 ) -> tuple:
     """Open an engine with `rows` rows of `tokens` prompt tokens on scattered pages."""
     shape = source.shape if source else SMOL
@@ -84,7 +85,7 @@ def build(
     columns.row_flags.fill(IGNORE_EOS)
     weights = FileWeights(source, dtype) if source else RandomWeights(SMOL, dtype)
     blocks = source.blocks if source else None
-    step = NativeStep(shape, weights, columns, slots, rows * each, step_tokens, threads, level, blocks)
+    step = NativeStep(shape, weights, columns, slots, rows * each, step_tokens, threads, level, blocks, kv)
     return step, slots, columns
 
 

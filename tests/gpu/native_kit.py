@@ -117,7 +117,7 @@ class Bench:
     def __init__(
         self, shape: ModelShape, weights: dict[str, torch.Tensor], *, rows: int = 8, model_len: int = 256,
         n_pages: int = 64, step_tokens: int = 256, threads: int = 1, level: str = "auto",
-        blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
+        blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None, kv: str = "auto",
     ):  # fmt: skip
         sizes = Shapes(max_rows=rows, max_model_len=model_len, n_pages=n_pages)
         self.columns = RowColumns(sizes)
@@ -127,7 +127,9 @@ class Bench:
         self.columns.top_p.fill(1.0)
         self.columns.row_flags.fill(IGNORE_EOS)
         self.free = np.random.default_rng(5).permutation(n_pages).tolist()
-        self.step = NativeStep(shape, weights, self.columns, self.slots, n_pages, step_tokens, threads, level, blocks)
+        self.step = NativeStep(
+            shape, weights, self.columns, self.slots, n_pages, step_tokens, threads, level, blocks, kv
+        )
         self.turn = 0
 
     def __enter__(self) -> Bench:

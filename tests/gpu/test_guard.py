@@ -36,12 +36,12 @@ BEAT_S = 0.3
 class House:
     """Dispatcher, loop and a guarded native step; the test's thread is the event loop."""
 
-    def __init__(self, *, beat_s: float = BEAT_S, dtype: torch.dtype = torch.float32):
+    def __init__(self, *, beat_s: float = BEAT_S, dtype: torch.dtype = torch.float32, kv: str = "auto"):
         weights = WEIGHTS if dtype == torch.float32 else random_weights(SHAPE, dtype)
         wide = with_canary(SHAPES)
         self.columns = RowColumns(wide)
         slots = [StepSlot(wide), StepSlot(wide)]
-        self.native = NativeStep(SHAPE, weights, self.columns, slots, wide.n_pages, SHAPES.step_tokens, 1)
+        self.native = NativeStep(SHAPE, weights, self.columns, slots, wide.n_pages, SHAPES.step_tokens, 1, kv=kv)
         self.loads = 0
         self.weights = Weights(SHAPE, dtype, weights)
         self.guard = Guard(self.native, self.columns, slots, wide, self, beat_s=beat_s)
@@ -319,6 +319,36 @@ def test_kv_that_is_not_finite_is_computed_again_from_the_tokens(house):
     h.settle()
     assert h.guard.counters.rebuilt_rows == 3
     assert [h.answers[10 + i] for i in range(3)] == before
+
+
+def test_int8_keys_and_values_outlive_a_retirement(house):
+    """Rows go on in the fallback over eight-bit pages; scales that are not finite have a row computed again."""
+    h = house(beat_s=0, dtype=torch.bfloat16, kv="int8")
+    assert h.native.name.endswith("int8 KV")
+    before = h.ask(prompts(3), 0, max_new=60)
+    for i, prompt in enumerate(prompts(3)):
+        h.submit(10 + i, prompt, max_new=60)
+    for _ in range(30):
+        h.turn()
+    launch = h.native.launch
+    done = threading.Event()
+
+    def spoil(slot: int) -> int:
+        h.native.launch = launch
+        h.native.settle()
+        h.native.pool()[0][:, h.columns.page_table[0, 0]].view(np.uint16)[..., :5] = 0x7FC0
+        done.set()
+        raise RuntimeError("poison")
+
+    h.native.launch = spoil
+    while not done.is_set():
+        h.turn()
+    h.settle()
+    assert h.guard.counters.rebuilt_rows == 1
+    assert all(len(h.answers[10 + i]) == 60 and h.flags[10 + i] == LENGTH for i in range(3))
+    h.until(lambda: h.guard.counters.recaptured)
+    assert h.guard.serving == h.native.name
+    assert h.ask(prompts(3), 20, max_new=60) == before
 
 
 def test_constant_pages_of_a_damaged_program_reach_no_later_row(house):

@@ -53,6 +53,13 @@ def native_levels(tmp_path_factory):
     return {level: compile_level(level, folder) for level in LEVELS if LEVELS[level][1] <= flags}
 
 
+@pytest.fixture(scope="session")
+def generic_levels(native_levels, tmp_path_factory):
+    """Compile every level without a profile: {level: library}."""
+    folder = tmp_path_factory.mktemp("generic_sampler")
+    return {level: compile_level(level, folder, profiles=[]) for level in native_levels}
+
+
 @pytest.fixture
 def native(native_levels):
     """Make a native sampler: native(level, vocab); skips a level that this processor lacks."""

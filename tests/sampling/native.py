@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from zl.gpu.native.build import profile_flags
 
 SOURCE = Path(__file__).parents[2] / "zl" / "gpu" / "native" / "sample.cpp"
 LEVELS = {
@@ -24,12 +27,13 @@ def cpu_flags() -> set[str]:
     return set()
 
 
-def compile_level(level: str, folder: Path) -> Path:
-    """Compile sample.cpp with the level's flags and its symbol suffix."""
+def compile_level(level: str, folder: Path, profiles: Sequence[str] | None = None) -> Path:
+    """Compile sample.cpp with the level's flags and its symbol suffix. profiles: flags in place of the build's."""
     out = folder / f"sample_{level}.so"
     flags = [f"-m{name}" for name in LEVELS[level][0].split()]
-    command = ["g++", "-std=c++17", "-O3", "-fPIC", "-shared"]
-    command += ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized"]  # g++ 12 warns about its own intrinsics
+    flags += profile_flags() if profiles is None else profiles
+    command = ["g++", "-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off"]
+    command += ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # g++ 12's intrinsics
     subprocess.run([*command, *flags, f"-DZL_LEVEL={level}", str(SOURCE), "-o", str(out)], check=True)
     return out
 
@@ -46,10 +50,11 @@ def bitmap(seen: np.ndarray) -> np.ndarray:
 
 
 class NativeSampler:
-    """One level's functions and a scratch for one vocabulary."""
+    """One level's functions and a scratch for one vocabulary. suffix: of the library's names."""
 
-    def __init__(self, level: str, library: Path, vocab: int):
+    def __init__(self, level: str, library: Path, vocab: int, suffix: str | None = None):
         self.level, self.vocab = level, vocab
+        self._suffix = f"_{level}" if suffix is None else suffix
         lib = ctypes.CDLL(str(library))
         f, p, i = ctypes.c_float, ctypes.c_void_p, ctypes.c_int
         draw = [ctypes.c_uint64, ctypes.c_uint32]
@@ -58,12 +63,13 @@ class NativeSampler:
         self._build = self._function(lib, "zl_seen_build", None, [p, i, p, i])
         self._add = self._function(lib, "zl_seen_add", None, [p, ctypes.c_int32])
         self._uniform = self._function(lib, "zl_sample_uniform", f, [ctypes.c_uint64, ctypes.c_uint32])
+        self.program = self._function(lib, "zl_sample_program", i, [f, f, f])
         self._free = self._function(lib, "zl_sample_scratch_free", None, [p])
         self._scratch = self._function(lib, "zl_sample_scratch_new", p, [i])(vocab)
         assert self._scratch
 
     def _function(self, lib, name, result, arguments):
-        function = getattr(lib, f"{name}_{self.level}")
+        function = getattr(lib, name + self._suffix)
         function.restype, function.argtypes = result, arguments
         return function
 

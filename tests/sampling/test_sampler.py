@@ -1,16 +1,18 @@
 """zl/sampling/sampler.py and zl/gpu/native/sample.cpp: one contract, every test on each of them."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from tests.sampling import oracle
-from tests.sampling.native import bitmap
+from tests.sampling.native import NativeSampler, bitmap
 from zl.errors import ShapeError
 from zl.sampling import profiles, sampler
 
 NUMERIC = 4
-VOCABULARIES = [1, 2, 15, 31, 33, 511, 512, 513, 3000]
+VOCABULARIES = [1, 2, 15, 31, 32, 33, 511, 512, 513, 3000]
 
 
 def rows(seed, vocab, n):
@@ -290,6 +292,39 @@ def test_native_and_torch_draw_the_same_tokens(native_levels, native):
         assert max(abs(results[level][i][1] - float(logprob[i])) for i in range(n) if same[i]) < 1e-5
     if {"avx512", "avx2"} <= results.keys():
         assert results["avx512"] == results["avx2"], "levels with fused multiply-add agree to the last bit"
+
+
+# ---- profiles as constants -------------------------------------------------------------------------------------------
+
+
+def test_each_profile_has_a_program_and_other_values_the_generic_one(native_levels, native):
+    f32 = np.float32
+    for level in native_levels:
+        s = native(level, 8)
+        for request_type, profile in profiles.PROFILES.items():
+            values = (profile.temperature, profile.top_p, profile.penalty)
+            asked = profiles.resolve(request_type)
+            assert s.program(*values) == profiles.program_of(asked) < profiles.GENERIC
+            for i in range(3):
+                other = [float(np.nextafter(f32(v), f32(2))) if j == i else v for j, v in enumerate(values)]
+                assert s.program(*other) == profiles.GENERIC == profiles.program_of(profiles.resolve(0, *other))
+
+
+def test_a_profiles_program_gives_the_generic_ones_bits(native_levels, generic_levels, native):
+    for level, vocab in itertools.product(native_levels, (33, 2_000, 5_003)):
+        baked, generic = native(level, vocab), NativeSampler(level, generic_levels[level], vocab)
+        try:
+            for profile in profiles.PROFILES.values():
+                settings = {"temperature": profile.temperature, "top_p": profile.top_p, "penalty": profile.penalty}
+                assert generic.program(*settings.values()) == 0, "built without a profile"
+                for i, (rng, x) in enumerate(rows(vocab, vocab, 120)):
+                    words = baked.seen(rng.integers(0, vocab, 40))
+                    one = baked.row(x, seen=words, seed=i, index=3, **settings)
+                    assert one == generic.row(x, seen=words, seed=i, index=3, **settings)
+                    kept = baked.kept(x, seen=words, **settings)
+                    assert (kept == generic.kept(x, seen=words, **settings)).all()
+        finally:
+            generic.close()
 
 
 # ---- the torch launcher's contract -----------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from zl.address import TcpAddress, UnixAddress
+from zl.cli import doctor
 from zl.config import Settings
 from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
 from zl.tools.findings import FAIL, OK, WARN
@@ -20,6 +22,22 @@ from zl.tools.findings import FAIL, OK, WARN
 def write(path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_int8_keys_and_values_are_said_or_refused():
+    none, some = doctor_gpu.Gpu(0, "no driver"), ["amx", "avx2"]
+    eight = replace(Settings(), kv="int8", device="cpu")
+    fine = doctor._choice(eight, some, none, "g++")
+    assert fine.level == OK
+    assert "amx" in fine.text
+    assert "int8 keys and values" in fine.text
+    for settings, compiler in (
+        (replace(eight, cpu_level="torch"), "g++"), (eight, None), (replace(eight, device="cuda"), "g++")
+    ):  # fmt: skip
+        found = doctor._choice(settings, some, none, compiler)
+        assert found.level == FAIL
+        assert "leave kv out" in found.text
+    assert doctor._choice(replace(eight, kv="auto"), some, none, None).level == WARN
 
 
 # --- machine ----------------------------------------------------------------------------------------------------------

@@ -142,6 +142,9 @@ def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler
     usable = bool(gpu.count) and not _cuda_lacking()
     if settings.device == "cuda" or (settings.device == "auto" and usable):
         why = "device is cuda" if settings.device == "cuda" else "there is a GPU and what it needs is installed"
+        if settings.kv == "int8":
+            return Finding(FAIL, "will use", f"cuda, because {why}, but kv is int8, which only the CPU program has: "
+                                             "leave kv out, or set device to cpu")  # fmt: skip
         return Finding(OK, "will use", f"cuda, because {why}")
     why = "device is cpu" if settings.device == "cpu" else "no GPU can be used"
     level, because = settings.cpu_level, "set as cpu_level"
@@ -151,4 +154,8 @@ def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler
         level, because = "torch", "no g++"
     elif level not in (*levels, "torch") and not (level == "avx512" and "avx512f" in levels):
         return Finding(FAIL, "will use", f"cpu_level is {level}, which this CPU lacks: {', '.join(levels) or 'torch'}")
-    return Finding(WARN if level == "torch" else OK, "will use", f"cpu with {level} ({because}), because {why}")
+    if level == "torch" and settings.kv == "int8":
+        return Finding(FAIL, "will use", f"torch ({because}), but kv is int8, which only the native program has: "
+                                         "leave kv out")  # fmt: skip
+    kept = " and int8 keys and values" if settings.kv == "int8" else ""
+    return Finding(WARN if level == "torch" else OK, "will use", f"cpu with {level} ({because}){kept}, because {why}")

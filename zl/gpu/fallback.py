@@ -56,6 +56,51 @@ class NativePool(KVPool):
         return pages[..., at].transpose(-3, -2).flatten(-4, -3)
 
 
+class NativePool8(NativePool):
+    """The same of a pool in eight bits: a token is quantised to the bits that kv8.hpp makes of it.
+
+    data  int8 [n_layers, n_pages, n_kv_heads, page_bytes]: PAGE bf16 scales of keys, as many of values, then numbers
+    """
+
+    def __init__(self, native: NativeStep):
+        super().__init__(native)
+        pairs = self.data.view(torch.bfloat16)
+        self._scales = pairs[..., :PAGE], pairs[..., PAGE : 2 * PAGE]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Quantise and write one layer's new keys and values; as KVPool.write."""
+        page, offset = (slots // PAGE)[:, None], slots % PAGE
+        for x, scales, at in zip((k, v), self._scales, (self._k_at, self._v_at), strict=True):
+            numbers, scale = quantise(x)
+            scales[layer][page, self._heads[..., 0], offset[:, None]] = scale
+            self.data[layer][page[..., None], self._heads, at[offset][:, None]] = numbers
+
+    def read(self, layer: int, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather one layer's pages as numbers times scales, f32; as KVPool.read."""
+        k, v = (
+            self._tokens(self.data[layer][page_ids], at) * scales[layer][page_ids].float().mT.flatten(-3, -2)[..., None]
+            for scales, at in zip(self._scales, (self._k_at, self._v_at), strict=True)
+        )
+        return k, v
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what kv8.hpp keeps of bf16 rows [..., n]: int8 [..., n] and the scales, bf16 [...].
+
+    A scale is the largest absolute value over 127; a row that is not finite has a NaN for one, a row below 2^-60 zeros.
+    """
+    most = x.abs().amax(-1).float()
+    scale = (most / 127).bfloat16()
+    scale = torch.where(torch.isfinite(most), scale, torch.nan).masked_fill(most < 2.0**-60, 0)
+    by = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    return (x.float().nan_to_num(0, 0, 0) * by[..., None]).round().to(torch.int8), scale
+
+
+def open_pool(native: NativeStep) -> NativePool:
+    """Lay the pool of its kind over a native context's keys and values."""
+    return NativePool8(native) if native.kv == "int8" else NativePool(native)
+
+
 class EagerStep(TorchStep):
     """Run steps in torch where `native` left off: its pages, last tokens, done flags and tokens seen are used in place.
 
@@ -79,7 +124,7 @@ class EagerStep(TorchStep):
     ):
         self._native = native
         super().__init__(
-            native.shape, weights, columns, slots, shapes, sample=sample, pool=pool or NativePool(native), widen=widen
+            native.shape, weights, columns, slots, shapes, sample=sample, pool=pool or open_pool(native), widen=widen
         )
 
     def _open_rows(self, n_rows: int, vocab: int) -> None:  # noqa: ARG002

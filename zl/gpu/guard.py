@@ -199,9 +199,9 @@ class Guard(Guarded):
         self._start_packing()
 
     def _open_fallback(self) -> EagerStep:
-        from zl.gpu.fallback import EagerStep, NativePool
+        from zl.gpu.fallback import EagerStep, open_pool
 
-        self._pool = self._pool or NativePool(self._native)
+        self._pool = self._pool or open_pool(self._native)
         self._weights = weights = self._renewal.load(self._native, lambda _: None)
         size = sum(t.numel() for t in weights.tensors.values()) * 4
         return EagerStep(

@@ -122,6 +122,7 @@ def open_engine(
     *,
     threads: int = 0,
     level: str = "auto",
+    kv: str = "auto",
     say: Callable[[str], None],
     progress: Callable[[float], None] | None = None,
     debug_addresses: bool = False,
@@ -133,6 +134,7 @@ def open_engine(
     weights  an opened model, or weights packed for this build
     dtype    "bfloat16" or "float32"
     level    instruction sets of the CPU program, or torch for the slow twin
+    kv       the setting: int8, of the native program alone, or auto
     threads  CPU compute threads; 0 takes one for each core this process may use
     say      called with one line that names the engine and why it was chosen
     debug_addresses  on CUDA, check before each step that nothing moved which the captured programs point at
@@ -141,7 +143,7 @@ def open_engine(
     n_threads = threads or len(os.sched_getaffinity(0))
     if isinstance(weights, Packed) or program_of(device.kind, level) != "torch":
         engine = _native(model, weights, dtype, columns, slots, shapes.n_pages, shapes.step_tokens, n_threads,
-                         level, progress)  # fmt: skip
+                         level, progress, kv)  # fmt: skip
         say(f"program: {engine.name}, {n_threads} threads")
         return engine
     if device.kind != "cpu" and dtype == "bfloat16":
@@ -237,11 +239,12 @@ def _native(
     n_threads: int,
     level: str,
     progress: Callable[[float], None] | None,
+    kv: str = "auto",
 ) -> NativeStep:
     if isinstance(weights, Packed):
-        return NativeStep(model, weights, columns, slots, n_pages, step_tokens, n_threads)
+        return NativeStep(model, weights, columns, slots, n_pages, step_tokens, n_threads, kv=kv)
     tensors = Tensors(weights, dtype, progress)
-    return NativeStep(model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, tensors.blocks)
+    return NativeStep(model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, tensors.blocks, kv)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

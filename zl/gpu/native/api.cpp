@@ -93,14 +93,39 @@ int write_kv(zl_context* c, int layer, int row, int start, int count, const floa
     });
 }
 
+int read_kv8(zl_context* c, int layer, int row, int start, int count, float* k, float* v) {
+    const int hp = c->n.head_pad;
+    return each_element<zl::bf16>(c, layer, row, start, count, [=](zl::bf16* page, int token, size_t at, int, int d) {
+        int8_t* in = (int8_t*)page;
+        k[at] = zl::bf_to_float(zl::key_scales(in)[token]) * in[zl::k8_at(hp, d, token)];
+        v[at] = zl::bf_to_float(zl::value_scales(in)[token]) * in[zl::v8_at(hp, d, token)];
+    });
+}
+
+int write_kv8(zl_context* c, int layer, int row, int start, int count, const float* k, const float* v) {
+    const zl::Sizes& n = c->n;
+    return each_element<zl::bf16>(c, layer, row, start, count, [&](zl::bf16* page, int token, size_t at, int dim, int) {
+        if (dim) return;  // a token's dimensions have one scale: all of them at the first
+        zl::bf16 key[128] = {}, value[128] = {};
+        for (int i = 0; i < n.head_dim; i++) {
+            const int d = i < n.half ? i : n.half_pad + i - n.half;
+            narrow(k[at + i], key + d);
+            narrow(v[at + i], value + d);
+        }
+        zl::insert8((int8_t*)page, n.head_pad, token, 1, key, value, 0);
+    });
+}
+
 }  // namespace
 
 int zl_read_kv(zl_context* c, int layer, int row, int start, int n, float* k, float* v) {
+    if (c->n.kv8) return read_kv8(c, layer, row, start, n, k, v);
     return c->config.is_bf16 ? read_kv<zl::bf16>(c, layer, row, start, n, k, v)
                              : read_kv<float>(c, layer, row, start, n, k, v);
 }
 
 int zl_write_kv(zl_context* c, int layer, int row, int start, int n, const float* k, const float* v) {
+    if (c->n.kv8) return write_kv8(c, layer, row, start, n, k, v);
     return c->config.is_bf16 ? write_kv<zl::bf16>(c, layer, row, start, n, k, v)
                              : write_kv<float>(c, layer, row, start, n, k, v);
 }

@@ -9,7 +9,7 @@ extern "C" {
 struct zl_config {
     int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, vocab;
     int32_t max_rows, max_model_len, pages_per_row, n_pages, max_step_tokens;
-    int32_t n_threads, is_bf16, n_eos;
+    int32_t n_threads, is_bf16, kv8, n_eos;  // kv8: keys and values in eight bits, of a bf16 step
     float rms_eps;
     const int32_t* eos;
     // What each packed matrix has beside its plain form: [n_layers][qkv, out, gate and up, down], then the head; 0
@@ -98,8 +98,9 @@ void* zl_packed(zl_context*, size_t* bytes);
 void zl_unload(zl_context*);
 // Blocks until no worker looks at any launched step.
 void zl_settle(zl_context*);
-// The KV pool, T [n_layers][n_pages][n_kv_heads][2 * 32 * head_pad]. k_at, v_at: int32[32 * head_dim], filled with the
-// place of (token, dimension) within the last axis.
+// The KV pool, T [n_layers][n_pages][n_kv_heads][2 * 32 * head_pad]; in eight bits int8, the last axis as
+// kv8.hpp says. k_at, v_at: int32[32 * head_dim], filled with the place of
+// (token, dimension) within the last axis.
 void* zl_pool(zl_context*, int32_t* k_at, int32_t* v_at);
 // The inverse of zl_weight (pack.cpp), for plain matrices, norms and biases; 0 also where the model has no such bias.
 int zl_unpack(zl_context*, int name, int layer, void* out, int64_t rows, int64_t cols, int is_matrix);

@@ -7,6 +7,8 @@
 
 #include "attention_amx.hpp"
 #include "context.hpp"
+#include "kv8.hpp"
+#include "kv8_amx.hpp"
 #include "micro.hpp"
 #include "rows.hpp"
 #include "tile.hpp"
@@ -88,8 +90,9 @@ struct QueryTile {
 constexpr int kLead = 64 * 1024;  // bytes requested before a thread reads its first item
 
 // Requests the blocks that this thread will read next, in reading order: of each item all keys, then all values.
-template <class T>
+template <class T, bool Kv8>
 struct Ahead {
+    static constexpr int kLines = Kv8 ? 8 : 16;  // of one tile
     const zl_context* c;
     const int* segs;
     int layer = 0, item = 0, limit = 0, page = 0, n_pages = 0, half = 0, left = 0;
@@ -107,8 +110,12 @@ struct Ahead {
             half ^= 1;
             if (half == 0 && !next_item()) return false;
         }
-        at = (const char*)(c->page<T>(layer, table[page], item % c->n.kv_heads) + (size_t)half * kPage * c->n.head_pad);
-        left = kPage * c->n.head_pad * (int)sizeof(T) / 64;
+        left = kPage * c->n.head_pad * (Kv8 ? 1 : (int)sizeof(T)) / 64;
+        at = (const char*)c->page<T>(layer, table[page], item % c->n.kv_heads) + (size_t)half * left * 64;
+        if constexpr (Kv8) {
+            if (half == 0) prefetch_lines<2, _MM_HINT_T1>(at);  // scales
+            at += kHead8;
+        }
         return true;
     }
     bool next_item() {
@@ -121,30 +128,16 @@ struct Ahead {
         table = c->table(s.row);
         return true;
     }
-    // Sixteen lines more: one tile.
+    // One tile more.
     inline void next() {
         if (left == 0 && !enter()) return;
-        prefetch_lines<16, _MM_HINT_T1>(at);
-        at += 1024;
-        left -= 16;
+        prefetch_lines<kLines, _MM_HINT_T1>(at);
+        at += kLines * 64;
+        left -= kLines;
     }
 };
 
-// 2^t for t up to about 0: 2^f on [-0.5, 0.5] by a polynomial fitted with p(0) = 1, relative error below 1e-7.
-// A NaN passes through: the clamp returns its second operand.
-inline V16 vexp2(V16 t) {
-    const V16 shift = vset1(0x1.8p23f);
-    t = vmax(vset1(-126.0f), t);  // a denormal would cost a hundred cycles
-    const V16 n = vsub(vadd(t, shift), shift), f = vsub(t, n);
-    V16 p = vfma(vset1(0x1.5bba14p-10f), f, vset1(0x1.3cea88p-7f));
-    p = vfma(p, f, vset1(0x1.c6b752p-5f));
-    p = vfma(p, f, vset1(0x1.ebf9bcp-3f));
-    p = vfma(p, f, vset1(0x1.62e42ap-1f));
-    p = vfma(p, f, vset1(1.0f));
-    return vpow2(p, n);
-}
-
-template <class T>
+template <class T, bool Kv8>
 struct Attention {
     zl_context& c;
     const int layer, head_pad, group;
@@ -152,14 +145,16 @@ struct Attention {
     T* probs;       // [page][row][32]
     float* sums;    // [row][head_pad]
     T* staged;      // [16][head_pad]
-    Ahead<T>* ahead;
+    Ahead<T, Kv8>* ahead;  // of single tokens; null for longer segments
+    char* const room8;     // see kv8.hpp
     const V16 rate;                                   // log2(e) / sqrt(head_dim)
     alignas(64) float peak[16 * 16], total[16 * 16];  // [row][lane]: the largest score, the exponentials' sum
     float top[16];                                    // a row's largest score, times rate
+    alignas(64) float scales[2 * kPage];              // of the page that `block` gave: keys, values
 
-    Attention(zl_context& ctx, int layer_, void* scratch, Ahead<T>* ahead_)
+    Attention(zl_context& ctx, int layer_, void* scratch, Ahead<T, Kv8>* ahead_)
         : c(ctx), layer(layer_), head_pad(ctx.n.head_pad), group(ctx.n.group), ahead(ahead_),
-          rate(vset1(1.44269504088896341f / sqrtf((float)ctx.n.head_dim))) {
+          room8((char*)scratch + ctx.room8_at()), rate(vset1(1.44269504088896341f / sqrtf((float)ctx.n.head_dim))) {
         size_t span = (size_t)round_up(c.n.model_len, kPage) * 16;
         char* p = (char*)scratch;
         scores = (float*)p;
@@ -168,8 +163,25 @@ struct Attention {
         staged = (T*)(p += Arena::room((size_t)16 * head_pad * 4));
     }
 
-    const T* block(const QueryTile<T>& t, int page, int kv_head) const {
-        return c.page<T>(layer, t.table[page], kv_head);
+    // The keys (half 0) or values (1) of a page. Of eight bits they are made here, and their scales read.
+    const T* block(const QueryTile<T>& t, int page, int kv_head, int half) {
+        const T* at = c.page<T>(layer, t.table[page], kv_head);
+        const size_t by = half * (size_t)kPage * head_pad;
+        if constexpr (Kv8) {
+            read_scales((const int8_t*)at, scales);
+            read_scales((const int8_t*)at + kScaleBytes, scales + kPage);
+            widen_half((const int8_t*)at + kHead8 + by, head_pad, (T*)room8);
+            return (const T*)room8;
+        } else {
+            return at + by;
+        }
+    }
+    // Multiplies values of a page's 32 tokens by the scales of its keys or values.
+    inline void scaled(int half, V16& a, V16& b) const {
+        if constexpr (Kv8) {
+            const float* by = scales + half * kPage;
+            a = vmul(a, vload(by)), b = vmul(b, vload(by + 16));
+        }
     }
 
     // Takes rows [r0, r1) of page p's scores into the maxima. Slots from a row's end on are out of it.
@@ -179,6 +191,7 @@ struct Attention {
         const bool whole = t.end[0] >= (p + 1) * kPage;  // of all rows: ends never fall
         for (int r = r0; r < r1; r++, s += 32) {
             V16 a = vload(s), b = vload(s + 16);
+            scaled(0, a, b);
             if (!whole) {
                 a = vkeep(t.end[r] - p * kPage, a, low);
                 b = vkeep(t.end[r] - p * kPage - 16, b, low);
@@ -193,13 +206,18 @@ struct Attention {
         const bool whole = t.end[0] >= (p + 1) * kPage;
         for (int r = r0; r < r1; r++, s += 32, e += 32) {
             const V16 from = vset1(top[r]);
-            V16 a = vexp2(vfms(vload(s), rate, from)), b = vexp2(vfms(vload(s + 16), rate, from));
+            V16 a = vload(s), b = vload(s + 16);
+            scaled(0, a, b);
+            a = vexp2(vfms(a, rate, from)), b = vexp2(vfms(b, rate, from));
+            V16 x = a, y = b;
+            scaled(1, x, y);
             if (!whole) {
-                a = vkeep(t.end[r] - p * kPage, a, vzero());
-                b = vkeep(t.end[r] - p * kPage - 16, b, vzero());
+                const int n = t.end[r] - p * kPage;
+                a = vkeep(n, a, vzero()), b = vkeep(n - 16, b, vzero());
+                x = vkeep(n, x, vzero()), y = vkeep(n - 16, y, vzero());
             }
             vstore(total + r * 16, vadd(vload(total + r * 16), vadd(a, b)));
-            vstore_pair(e, a, b);
+            vstore_pair(e, x, y);
         }
     }
 
@@ -209,7 +227,7 @@ struct Attention {
         for (int r = 0; r < t.rows; r++) vstore(peak + r * 16, vset1(-3.0e38f));
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
-            amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) { return block(t, p, kv_head); }, [&](int p, int i) {
+            amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 0); }, [&](int p, int i) {
                 if (ahead) ahead->next();
                 if (p) see(t, p - 1, t.rows * i / (2 * kt), t.rows * (i + 1) / (2 * kt));
             }, scores);
@@ -218,7 +236,7 @@ struct Attention {
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
-            product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head), kTile, (size_t)kt * kTile, kt,
+            product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head, 0), kTile, (size_t)kt * kTile, kt,
                              scores + (size_t)p * t.rows * 32, 32, false);
             see(t, p, 0, t.rows);
         }
@@ -233,9 +251,7 @@ struct Attention {
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
             exponentials(t, 0, 0, t.rows);
-            amx_weigh(n, probs, t.rows, t.pages, [&](int p) {
-                return block(t, p, kv_head) + (size_t)kPage * head_pad;
-            }, [&](int p, int i) {
+            amx_weigh(n, probs, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 1); }, [&](int p, int i) {
                 if (ahead) ahead->next();
                 if (i < parts && p + 1 < t.pages) exponentials(t, p + 1, t.rows * i / parts, t.rows * (i + 1) / parts);
             }, sums);
@@ -243,15 +259,42 @@ struct Attention {
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
+            const T* values = block(t, p, kv_head, 1);
             exponentials(t, p, 0, t.rows);
-            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, block(t, p, kv_head) + (size_t)kPage * head_pad,
-                             0, kTile, 1, sums, head_pad, p > 0);
+            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, values, 0, kTile, 1, sums, head_pad, p > 0);
+        }
+    }
+
+    int tile_rows() const { return ahead ? group : 16; }
+    void set_tiles() const {
+#ifdef ZL_AMX
+        if constexpr (Kv8) return use_tiles8(tile_rows());
+#endif
+        use_tiles(tile_rows());
+    }
+
+    // Leaves weighted sums of the values in `sums` and the exponentials' sums in `total`.
+    void products(const QueryTile<T>& t, int kv_head) {
+#ifdef ZL_AMX
+        if constexpr (Kv8) {
+            auto page = [&](int p) { return (const int8_t*)c.page<T>(layer, t.table[p], kv_head); };
+            auto next = [&] {
+                if (ahead) ahead->next();
+            };
+            Eight<QueryTile<T>, decltype(page), decltype(next)> eight(t, head_pad, rate, page, next, room8);
+            eight.scores = scores, eight.bytes = (uint8_t*)probs;
+            eight.peak = peak, eight.total = total, eight.top = top;
+            one_tile(tile_rows()) ? eight.template run<1>(sums) : eight.template run<2>(sums);
+        } else
+#endif
+        {
+            score(t, kv_head);
+            weigh(t, kv_head);
         }
     }
 
     void attend(const QueryTile<T>& t, int kv_head, int token0, int r0) {
-        score(t, kv_head);
-        weigh(t, kv_head);
+        products(t, kv_head);
         const int kt = c.n.kt_attn;
         for (int r = 0; r < t.rows; r++) {
             const V16 inv = vset1(1.0f / vsum(vload(total + r * 16)));
@@ -262,12 +305,20 @@ struct Attention {
         }
     }
 
+    void put_tokens(const Segment& s, int row_page, int kv_head, int from, int count, size_t own, int stride) {
+        T* page = c.page<T>(layer, c.table(s.row)[row_page], kv_head);
+        const T *k = (const T*)c.k + own, *v = (const T*)c.v + own;
+        if constexpr (Kv8)
+            insert8((int8_t*)page, head_pad, from, count, k, v, stride);
+        else
+            insert<T>(page, head_pad, from, count, k, v, stride);
+    }
+
     // One token of one segment: writes its key and value, then attends.
     void decode(const Segment& s, int kv_head) {
         const int pos = s.start;
         const size_t own = ((size_t)s.token0 * c.n.kv_heads + kv_head) * head_pad;
-        insert<T>(c.page<T>(layer, c.table(s.row)[pos / kPage], kv_head), head_pad, pos % kPage, 1, (const T*)c.k + own,
-                  (const T*)c.v + own, 0);
+        put_tokens(s, pos / kPage, kv_head, pos % kPage, 1, own, 0);
         QueryTile<T> t;
         t.q = (const T*)c.q + ((size_t)s.token0 * c.n.heads + kv_head * group) * head_pad;
         t.stride = head_pad;
@@ -300,8 +351,7 @@ struct Attention {
         const int begin = s.start > row_page * kPage ? s.start : row_page * kPage;
         const int end = s.start + s.len < (row_page + 1) * kPage ? s.start + s.len : (row_page + 1) * kPage;
         const size_t own = ((size_t)(s.token0 + begin - s.start) * c.n.kv_heads + kv_head) * head_pad;
-        insert<T>(c.page<T>(layer, c.table(s.row)[row_page], kv_head), head_pad, begin % kPage, end - begin,
-                  (const T*)c.k + own, (const T*)c.v + own, c.n.kv_heads * head_pad);
+        put_tokens(s, row_page, kv_head, begin % kPage, end - begin, own, c.n.kv_heads * head_pad);
     }
 };
 

@@ -128,6 +128,17 @@ def cache_dir() -> Path:
     return Path(base) / "zl" / "native"
 
 
+def profile_flags() -> list[str]:
+    """Give the compiler the sampling profiles, whose float32 values become constants of the program."""
+    from zl.sampling.profiles import PROFILES  # loads numpy, which the command line's help does without
+
+    table = (
+        "{" + ",".join(f"(float){value!r}" for value in (p.temperature, p.top_p, p.penalty)) + "}"
+        for _, p in sorted(PROFILES.items())
+    )
+    return [f"-DZL_PROFILES={','.join(table)}"]
+
+
 def fingerprint(level: str) -> str:
     """Hash everything that decides the library of a level: sources, flags, compiler. Part of `build_id`."""
     command = compiler()
@@ -135,7 +146,7 @@ def fingerprint(level: str) -> str:
         raise _no_compiler()
     digest = hashlib.sha256()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (version, *_COMMON, *_LEVEL_FLAGS[level]):
+    for part in (version, *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
         digest.update(part.encode() + b"\0")
     for path in sorted(HERE.iterdir()):
         if path.suffix in {".cpp", ".hpp", ".h"}:
@@ -169,7 +180,7 @@ def _compile(level: str, work: Path) -> Path:
     command = compiler()
     if command is None:
         raise _no_compiler()
-    flags = [*_COMMON, *_LEVEL_FLAGS[level]]
+    flags = [*_COMMON, *_LEVEL_FLAGS[level], *profile_flags()]
 
     def run(arguments: list[str]) -> None:
         done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <new>
 
+#include "kv8.hpp"
+
 namespace zl {
 
 Sizes::Sizes(const zl_config& c) {
@@ -17,10 +19,12 @@ Sizes::Sizes(const zl_config& c) {
     nb_vocab = round_up(vocab, 32) / 32;
     seen_words = (vocab + 31) / 32;
     logit_stride = nb_vocab * 32 + 32;  // rows at multiples of 4 KB would share their cache sets
+    stat_room = zl_sample_stat_room(vocab);
     rows = c.max_rows, model_len = c.max_model_len, table_width = c.pages_per_row, pages = c.n_pages;
     tokens = c.max_step_tokens, tokens_pad = round_up(tokens, 32);
     elem = c.is_bf16 ? 2 : 4;
-    page_elems = (size_t)2 * kPage * head_pad;
+    kv8 = c.is_bf16 && c.kv8;
+    page_elems = kv8 ? page8_bytes(head_pad) / 2 : (size_t)2 * kPage * head_pad;
     layer_elems = (size_t)pages * kv_heads * page_elems;
 }
 
@@ -38,6 +42,7 @@ zl_context::zl_context(const zl_config& c, const zl_columns& cols, const zl_slot
     at.fills.reserve(n.tokens / zl::kPage + 2 * n.rows);
     at.tiles.reserve((size_t)n.tokens * n.group / 16 + n.rows + 1);
     at.samples.reserve(n.rows);
+    at.measures.reserve(n.rows);
     sampled.reserve(n.rows);
 }
 
@@ -49,10 +54,14 @@ zl_context::~zl_context() {
 }
 
 // Scores of 16 queries over a whole row, their exponentials in T, sums and staged queries.
-size_t zl_context::attn_scratch_bytes() const {
+size_t zl_context::room8_at() const {
     size_t span = (size_t)zl::round_up(n.model_len, zl::kPage) * 16;
     return Arena::room(span * 4) + Arena::room(span * n.elem) + Arena::room((size_t)16 * n.head_pad * 4) +
-           Arena::room((size_t)16 * n.head_pad * n.elem);
+           Arena::room((size_t)16 * n.head_pad * 4);
+}
+
+size_t zl_context::attn_scratch_bytes() const {
+    return room8_at() + (n.kv8 ? zl::room8_bytes(n.head_pad) : 0);
 }
 
 bool zl_context::allocate() {
@@ -94,13 +103,14 @@ bool zl_context::allocate() {
     const size_t m = n.tokens_pad, sums = m * n.hidden_pad * 4, acts = m * n.hidden_pad * n.elem;
     const size_t attn = m * n.heads * n.head_pad * n.elem, kvs = m * n.kv_heads * n.head_pad * n.elem;
     const size_t ffns = m * n.ffn_pad * n.elem, lg = (size_t)n.rows * n.logit_stride * 4;
+    const size_t stat = (size_t)n.rows * 3 * n.stat_room * 4;
     const size_t state = Arena::room((size_t)n.rows * 4) * 2 + Arena::room((size_t)n.rows * n.seen_words * 4);
     const size_t final_acts = (size_t)zl::round_up(n.rows, 32) * n.hidden_pad * n.elem;
     const int kt_most = std::max(n.kt_hidden, std::max(n.kt_attn, n.kt_ffn));
     const size_t unpacked_bytes = std::max((size_t)(kt_most + zl::kRing) * zl::kRecordTiles * zl::kTile * n.elem,
                                            (size_t)zl::kPanelRows * 32 * sizeof(float));
     const size_t own_bytes = Arena::room((size_t)16 * n.hidden_pad * n.elem);
-    const size_t total = sums + acts + final_acts + 2 * attn + 2 * kvs + ffns + lg + state +
+    const size_t total = sums + acts + final_acts + 2 * attn + 2 * kvs + ffns + lg + stat + state +
                          (attn_scratch_bytes() + unpacked_bytes + own_bytes) * config.n_threads + 4096;
     if (!scratch.open(total)) return false;
     scratch.touch(0, total);
@@ -112,6 +122,7 @@ bool zl_context::allocate() {
     v = scratch.take(kvs);
     act_ffn = scratch.take(ffns);
     logits = scratch.take<float>(lg);
+    stats = scratch.take<float>(stat);
     last_token = scratch.take<int32_t>((size_t)n.rows * 4);
     done = scratch.take<uint8_t>((size_t)n.rows);
     seen = scratch.take<uint32_t>((size_t)n.rows * n.seen_words * 4);

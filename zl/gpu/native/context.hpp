@@ -7,6 +7,7 @@
 //   pool        [layer][page][kv head][K block, V block]
 //   K block     [2 groups of 16 tokens][head_pad / 32][tile]  k = dimension, n = token
 //   V block     [head_pad / 16][tile]                         k = token, n = dimension
+//               in eight bits: see kv8.hpp
 // A head's dimensions are padded by halves to head_pad = 2 * round_up(head_dim / 2, 16): the rotation then meets both
 // of its operands in the two column tiles of one block, and the padding is zero everywhere.
 #pragma once
@@ -38,8 +39,9 @@ struct Sizes {
     int layers, hidden, hidden_pad, heads, kv_heads, group, head_dim, half, half_pad, head_pad, ffn, ffn_pad, vocab;
     int kt_hidden, kt_attn, kt_ffn;                      // k tiles
     int nb_qkv, nb_hidden, nb_gate_up, nb_vocab;         // blocks of 32 columns
-    int seen_words, logit_stride, rows, model_len, table_width, pages, tokens, tokens_pad;
+    int seen_words, logit_stride, stat_room, rows, model_len, table_width, pages, tokens, tokens_pad;
     size_t elem;                                         // bytes of T
+    bool kv8;                                            // keys and values in eight bits; T is bf16
     size_t page_elems;                                   // of one page and kv head: K and V
     size_t layer_elems;                                  // of one layer's pool
     explicit Sizes(const zl_config& c);
@@ -66,6 +68,7 @@ struct Plan {
     std::vector<std::pair<int, int>> fills;  // (segment, page of the row) of longer segments
     std::vector<std::pair<int, int>> tiles;  // (segment, first 16-row query tile) of longer segments
     std::vector<int> samples;            // segments that draw
+    std::vector<zl_sample_stats> measures;  // of their logits
 };
 
 }  // namespace zl
@@ -88,6 +91,7 @@ struct zl_context : zl::Job {
     void *act_hidden, *act_attn, *act_ffn;  // activations
     void *q, *k, *v;                     // [tokens_pad][heads][head_pad]
     float* logits;                       // [rows][logit_stride]
+    float* stats;                        // [rows][3][stat_room], of the logits' blocks
     // By thread.
     std::vector<void*> attn_scratch;
     std::vector<void*> unpacked;         // one block of 32 columns; a turned activation and unpacked records; or a panel's sums
@@ -116,6 +120,7 @@ struct zl_context : zl::Job {
         return (T*)pool.base + (size_t)layer * n.layer_elems + ((size_t)page_id * n.kv_heads + kv_head) * n.page_elems;
     }
     const int32_t* table(int row) const { return columns.page_table + (size_t)row * n.table_width; }
+    size_t room8_at() const;  // where a thread's room for eight-bit pages begins in its attention scratch
     size_t attn_scratch_bytes() const;
     int stage_count() const { return n.layers * 9 + 8; }
 };

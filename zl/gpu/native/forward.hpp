@@ -4,6 +4,7 @@
 #include "context.hpp"
 #include "gemm.hpp"
 #include "rows.hpp"
+#include "sample_blocks.hpp"
 
 namespace zl {
 
@@ -81,7 +82,10 @@ struct Forward {
             const Part part = split.at(item);
             const Stream ahead{b.data + (size_t)split.end_block(limit) * block_bytes, next};
             gemm(act, rows, kt, b, part, ahead, room, later);
-        }, [&] { later.all(); });
+        }, [&] {
+            later.all();
+            _mm_sfence();  // `head` stores past the caches
+        });
         clock.mark(stage);
     }
 
@@ -113,19 +117,26 @@ struct Forward {
     }
 
     void attend(int layer) {
-        Ahead<T> ahead{&c, p.decodes.data()};
-        Attention<T> part(c, layer, c.attn_scratch[w.index], nullptr);
+        if constexpr (sizeof(T) == 2)
+            if (n.kv8) return attend_over<true>(layer);
+        attend_over<false>(layer);
+    }
+
+    template <bool Kv8>
+    void attend_over(int layer) {
+        Ahead<T, Kv8> ahead{&c, p.decodes.data()};
+        Attention<T, Kv8> part(c, layer, c.attn_scratch[w.index], nullptr);
         const int kvh = n.kv_heads;
         w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
             for (int i = a; i < b; i++) part.fill(p.segs[p.fills[i / kvh].first], p.fills[i / kvh].second, i % kvh);
         });
         clock.mark(kInsert);
-        if (!p.tiles.empty()) use_tiles(16);
+        if (!p.tiles.empty()) part.set_tiles();
         w.run((int)p.tiles.size() * kvh, 1, [&](int a, int b, int) {
             for (int i = a; i < b; i++) part.tile(p.segs[p.tiles[i / kvh].first], i % kvh, p.tiles[i / kvh].second);
         });
-        if (!p.decodes.empty()) use_tiles(n.group);
-        Attention<T> single(c, layer, c.attn_scratch[w.index], &ahead);
+        Attention<T, Kv8> single(c, layer, c.attn_scratch[w.index], &ahead);
+        if (!p.decodes.empty()) single.set_tiles();
         int expected = -1;
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
         const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
@@ -192,17 +203,25 @@ struct Forward {
         m = count;
     }
 
+    // The logits, and of each block of 32 what the draws want to know, while it is in registers.
     void head() {
-        if (m)
-            multiply(norm(c.norm, kFinalNorm), m, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
-                     [&](int m0, int rows, int nb, const float* out) {
-                         for (int i = 0; i < rows; i++) {
-                             float* to = c.logits + (size_t)(m0 + i) * n.logit_stride + nb * 32;
-                             vstore(to, vload(out + i * 32));
-                             vstore(to + 16, vload(out + i * 32 + 16));
-                         }
-                     });
+        if (!m) return;
+        const int n_last = n.vocab - (n.nb_vocab - 1) * 32;
+        multiply(norm(c.norm, kFinalNorm), m, n.kt_hidden, c.head, n.nb_vocab, c.layers[0].wqkv, n.nb_qkv, n.kt_hidden, kHead,
+                 [&](int m0, int rows, int nb, const float* out) {
+                     for (int i = 0; i < rows; i += 2, out += 64) {
+                         const int one = m0 + i, two = i + 1 < rows ? one + 1 : one;  // an odd row comes twice
+                         Block a = block_at(out), b = block_at(two > one ? out + 32 : out);
+                         if (nb + 1 == n.nb_vocab) a = only(n_last, a), b = only(n_last, b);
+                         float *to_a = logits(one) + nb * 32, *to_b = logits(two) + nb * 32;
+                         stream(to_a, a.lo), stream(to_a + 16, a.hi);
+                         stream(to_b, b.lo), stream(to_b + 16, b.hi);
+                         measure(a, b, p.measures[one], p.measures[two], nb);
+                     }
+                 });
     }
+
+    float* logits(int sample) const { return c.logits + (size_t)sample * n.logit_stride; }
 
     void sample() {
         Drawer& drawer = *c.drawers[w.index];
@@ -220,9 +239,8 @@ struct Forward {
         int32_t token = -1;
         float logprob = 0;
         uint8_t flags = 0;
-        zl_sample_row(c.logits + (size_t)i * n.logit_stride, n.vocab, seen, col.temperature[row], col.top_p[row],
-                      col.penalty[row], col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags,
-                      (col.row_flags[row] & ZL_LOGPROBS) != 0);
+        zl_sample_measured(logits(i), n.vocab, &p.measures[i], seen, col.temperature[row], col.top_p[row], col.penalty[row],
+                           col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags);
         if (flags & ZL_NUMERIC) {
             token = -1;
             logprob = 0;

@@ -21,6 +21,11 @@ void index(const zl::Sizes& n, int32_t* k, int32_t* v) {
     for (int token = 0; token < zl::kPage; token++)
         for (int dim = 0; dim < n.head_dim; dim++) {
             const int d = dim < n.half ? dim : n.half_pad + dim - n.half, at = token * n.head_dim + dim;
+            if (n.kv8) {
+                k[at] = (int32_t)zl::k8_at(n.head_pad, d, token);
+                v[at] = (int32_t)zl::v8_at(n.head_pad, d, token);
+                continue;
+            }
             k[at] = (int32_t)zl::k_at<T>(n.head_pad, d, token);
             v[at] = (int32_t)((size_t)zl::kPage * n.head_pad + zl::v_at<T>(d, token));
         }

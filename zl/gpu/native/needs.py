@@ -15,7 +15,7 @@ from zl.errors import CapacityError
 from zl.gpu.native import abi
 from zl.gpu.native.build import library
 from zl.gpu.native.packed import Packed, read_head
-from zl.shapes import ModelShape, Shapes
+from zl.shapes import PAGE, ModelShape, Shapes
 
 Blocks = Callable[[str], tuple[str, np.ndarray] | None]
 """Gives a tensor's quantised blocks, as WeightSource.blocks does."""
@@ -29,10 +29,14 @@ class Needs(NamedTuple):
     scratch: int
 
 
-def pool_bytes(shape: ModelShape, n_pages: int, item_bytes: int) -> int:
-    """Count the bytes of the native KV pool: head_dim is padded by halves to multiples of 16."""
+def pool_bytes(shape: ModelShape, n_pages: int, kv: str) -> int:
+    """Count the bytes of the native KV pool: head_dim is padded by halves to multiples of 16.
+
+    kv  "bfloat16", "float32" or "int8", whose tokens have two scales of two bytes a head
+    """
     head_pad = 2 * (-(-(shape.head_dim // 2) // 16) * 16)
-    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * 32 * head_pad * item_bytes
+    token = head_pad + 2 if kv == "int8" else head_pad * (2 if kv == "bfloat16" else 4)
+    return shape.n_layers * n_pages * shape.n_kv_heads * 2 * PAGE * token
 
 
 def kinds_of(shape: ModelShape, blocks: Blocks | None) -> np.ndarray:
@@ -63,21 +67,23 @@ def config_of(
     n_pages: int,
     step_tokens: int,
     threads: int,
+    kv: str,
 ) -> abi.Config:
-    """Fill a zl_config; `kinds` and `eos` (int32) must outlive it. table: pages a row."""
+    """Fill a zl_config; `kinds` and `eos` (int32) must outlive it. table: pages a row; kv: as in pool_bytes."""
     return abi.Config(
         shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
-        rows, model_len, table, n_pages, step_tokens, threads, dtype == "bfloat16", len(eos), shape.rms_eps,
-        eos.ctypes.data, kinds.ctypes.data,
+        rows, model_len, table, n_pages, step_tokens, threads, dtype == "bfloat16", kv == "int8", len(eos),
+        shape.rms_eps, eos.ctypes.data, kinds.ctypes.data,
     )  # fmt: skip
 
 
 def needs(
-    shape: ModelShape, weights: Packed | Blocks, shapes: Shapes, dtype: str, level: str, threads: int
+    shape: ModelShape, weights: Packed | Blocks, shapes: Shapes, dtype: str, level: str, threads: int, kv: str
 ) -> Needs:
     """Count what a step over `shapes` would map, rows and pages as they stand there.
 
     weights  an artifact's, or what gives the model's blocks
+    kv       "int8", or dtype
     level    an instruction level, whose library is built where it is not there yet
     Raises   DeviceError, ModelError; CapacityError where the library refuses the sizes
     """
@@ -88,7 +94,7 @@ def needs(
     eos = np.array(shape.eos_ids, np.int32)
     config = config_of(
         shape, dtype, kinds, eos, rows=shapes.max_rows, model_len=shapes.max_model_len, table=shapes.pages_per_row,
-        n_pages=shapes.n_pages, step_tokens=shapes.step_tokens, threads=threads,
+        n_pages=shapes.n_pages, step_tokens=shapes.step_tokens, threads=threads, kv=kv,
     )  # fmt: skip
     found = (ctypes.c_size_t * 3)()
     if not lib.zl_count(ctypes.byref(config), found):

@@ -32,6 +32,14 @@ static void add_segment(zl_context& c, const Segment& s) {
     for (int r = 0; r < s.len * c.n.group; r += 16) p.tiles.emplace_back(id, r);
 }
 
+// Where the head product puts what it measures of a row's logits, and what is wanted of them.
+static zl_sample_stats measures_of(const zl_context& c, int sample, int row) {
+    const zl_columns& col = c.columns;
+    float* top = c.stats + (size_t)sample * 3 * c.n.stat_room;
+    return {top, top + c.n.stat_room, top + 2 * c.n.stat_room,
+            zl_sample_scale(col.temperature[row], col.top_p[row], col.penalty[row]), (col.row_flags[row] & ZL_LOGPROBS) != 0};
+}
+
 }  // namespace zl
 
 void zl_context::plan(int slot) {
@@ -41,7 +49,7 @@ void zl_context::plan(int slot) {
     p.slot = &slots[slot];
     p.status = ZL_OK;
     p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
-    p.samples.clear();
+    p.samples.clear(), p.measures.clear();
     sampled.clear();
     const zl_slot& in = *p.slot;
     const int count = in.n_segs[0];
@@ -69,7 +77,10 @@ void zl_context::plan(int slot) {
         p.samples.clear();
     }
     status[++planned % 8] = p.status;
-    for (int id : p.samples) sampled.push_back(p.segs[id].slot_index);
+    for (int id : p.samples) {
+        p.measures.push_back(zl::measures_of(*this, (int)sampled.size(), p.segs[id].row));
+        sampled.push_back(p.segs[id].slot_index);
+    }
     times[zl::kPlan] = zl::now_us() - begun;
     times[zl::kTotal] = begun;  // the start; `work` turns it into a length
 }

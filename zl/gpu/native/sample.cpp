@@ -1,14 +1,18 @@
-// One row's sampling without a sort: scan (penalty, maximum), weigh (exp, sum, candidates), cut (top-p), pick (draw).
+// One row's sampling without a sort and with no pass over all logits but the one that the head product has made
+// (sample_blocks.hpp): blocks with seen tokens are measured again with the penalty, blocks are weighed by their maxima, and
+// only those that may hold a candidate of top-p are read; then cut (sample_cut.hpp) and pick.
 // Weights are w = 2^((x - max) * log2(e) / T), so the largest is exactly 1. Likelihood is compared by d = x - max, never
-// by w. Orders are fixed: sixteen lanes, four vectors added as floats, then doubles; every level that has fused
-// multiply-add gives the same bits.
+// by w. Orders are fixed: sixteen lanes, vectors added as floats, then doubles; every level that has fused multiply-add
+// gives the same bits.
 // No library template is used on purpose: its weak instances could be shared between levels at link time.
 #include "sample.hpp"
 
 #include <math.h>
 #include <stdlib.h>
 
-#include "sample_lanes.hpp"
+#include "sample_blocks.hpp"
+#include "sample_cut.hpp"
+#include "sample_settings.hpp"
 
 #ifdef __FAST_MATH__
 #error "sample.cpp needs IEEE arithmetic: build without -ffast-math"
@@ -16,313 +20,281 @@
 
 namespace {
 
-constexpr int kBlock = 512;    // logits that share one maximum; the unit of all passes over a row
-constexpr int kChunk = 256;    // candidates that share one partial sum of the draw
-constexpr int kEdges = 8;      // of one turn of the threshold search
-constexpr int kSmall = 32;     // up to here a list is sorted by insertion
-constexpr float kMinTemperature = 5e-7f;  // half of the wire's unit; below is greedy
-constexpr double kLog2e = 1.4426950408889634074;
-constexpr float kMasked = -__builtin_inff();
 constexpr uint8_t kNumeric = 4;
-
-// 2^f on [-0.5, 0.5]: fitted at Chebyshev nodes with p(0) = 1, relative error below 9e-9.
-constexpr float kP6 = 0x1.444004p-13f, kP5 = 0x1.5f0896p-10f, kP4 = 0x1.3b2a1cp-7f, kP3 = 0x1.c6af6cp-5f,
-                kP2 = 0x1.ebfbe0p-3f, kP1 = 0x1.62e430p-1f;
-
-inline int blocks_of(int vocab) { return (vocab + kBlock - 1) / kBlock; }
+constexpr int kAhead = 16;  // blocks of a list that are requested in advance: logits come from the last cache
 
 // A row as whole blocks: all but the last one in place, the last one padded with -inf where it is partial.
 struct Row {
     const float* base;
     const float* tail;
     int n_whole, n_blocks;
-    float max;
+    const uint32_t* seen;  // a word a block; null: no penalty
+    float penalty;
     const float* block(int b) const { return b < n_whole ? base + (size_t)b * kBlock : tail; }
+    void request(int b) const {
+        __builtin_prefetch(base + (size_t)b * kBlock);
+        __builtin_prefetch(base + (size_t)b * kBlock + 16);
+    }
+    Block raw(int b) const { return block_at(block(b)); }
+    Block penalised(int b) const {
+        Block h = raw(b);
+        if (!seen || !seen[b]) return h;
+        const V p = set1(penalty);
+        if (seen[b] & 0xffff) h.lo = penalise(h.lo, seen[b] & 0xffff, p);
+        if (seen[b] >> 16) h.hi = penalise(h.hi, seen[b] >> 16, p);
+        return h;
+    }
 };
 
-// A list of tokens in id order. Arrays have room for one vector past the end.
-struct List {
-    float* w;
-    float* d;
-    int32_t* id;
-    int n;
+struct Exponent {
+    float max, high, low;  // the scratch has no alignment for vectors
 };
 
-// Top-p keeps what is more likely than d, and of the tokens at d those with an id up to `id`.
-struct Cut {
-    float d;
-    int32_t id;
-};
-
-inline void add_to(List& list, Mask m, V w, V d, Ids id) {
-    list.n += append(m, w, d, id, list.w + list.n, list.d + list.n, list.id + list.n);
-}
-
-inline void pad(List& list) {  // to whole groups of four vectors, with tokens that have no weight
-    for (int i = list.n; i < (list.n + 63) / 64 * 64; i++) list.w[i] = 0, list.d[i] = kMasked, list.id[i] = INT32_MAX;
-}
-
-enum Collect { kNothing, kCandidates, kDense };
+// What a row is drawn from.
+enum Draw { kNothing, kBlocks, kList, kToken };
 
 }  // namespace
 
 struct zl_sample_scratch {
     int vocab;
-    float* x;      // penalised logits, whole blocks
-    float* tail;   // the raw row's last block where it is partial
-    float* top;    // a maximum a block
+    float* tail;   // the row's last block where it is partial
     double* sums;  // partial sums of the draw
     List all, part;
+    List blocks;   // w: every block's mass; id: those of interest
+    zl_sample_stats own;  // of rows that come unmeasured
+    // Of the row at hand.
+    Exponent e;
+    Cut cut;
+    int32_t token;
 };
 
 namespace {
 
-template <bool kPenalty>
-inline Mask scan_block(const float* logits, const uint32_t* seen, V penalty, float* x, float* raw_top, float* top) {
-    V raw[2] = {set1(kMasked), set1(kMasked)}, best[2] = {raw[0], raw[1]};
-    Mask bad = 0;
-    for (int j = 0; j < kBlock; j += 32) {
-        uint32_t word = kPenalty ? seen[j / 32] : 0;
-        for (int h = 0; h < 2; h++) {
-            V v = load(logits + j + 16 * h);
-            bad |= not_finite(v);
-            raw[h] = max(raw[h], v);
-            if (kPenalty) {
-                if (word) v = penalise(v, word >> 16 * h & 0xffff, penalty);
-                best[h] = max(best[h], v);
-                store(x + j + 16 * h, v);
-            }
-        }
-    }
-    float r = highest(max(raw[0], raw[1]));
-    *raw_top = r > *raw_top ? r : *raw_top;
-    *top = kPenalty ? highest(max(best[0], best[1])) : r;
-    return bad;
+inline V weight(V d, const Exponent& e) {
+    V shifted = fma(d, set1(e.high), set1(kShift));
+    V n = sub(shifted, set1(kShift));
+    return power(fma(d, set1(e.low), fms(d, set1(e.high), n)), n, shifted);
 }
 
-// First pass: penalty, maxima, finiteness. Fills the raw and the penalised row; false: NUMERIC.
-bool scan(const float* logits, int vocab, const uint32_t* seen, float penalty, zl_sample_scratch* s, Row* raw, Row* row) {
-    const bool on = seen && penalty != 1.0f;
-    const int n_whole = vocab / kBlock, n_blocks = blocks_of(vocab), n_left = vocab - n_whole * kBlock;
-    *raw = {logits, s->tail, n_whole, n_blocks, kMasked};
-    *row = on ? Row{s->x, s->x + (size_t)n_whole * kBlock, n_whole, n_blocks, kMasked} : *raw;
-    uint32_t words[kBlock / 32] = {};
+float highest_of(const float* top, int n_blocks) {
+    V best = set1(kMasked);
+    for (int b = 0; b < n_blocks; b += 16) best = max(best, load(top + b));
+    return highest(best);
+}
+
+inline bool is_number(float max) { return max <= FLT_MAX && max >= -FLT_MAX; }
+
+// The measures end at a whole group of four vectors, with blocks of no weight.
+void pad(const zl_sample_stats& stats, int n_blocks) {
+    for (int b = n_blocks; b < (n_blocks + 63) / 64 * 64; b++)
+        stats.top[b] = kMasked, stats.sum[b] = 0, stats.raw[b] = 0;
+}
+
+// log of the sum of e^(x - max) over the raw row.
+double log_mass(const zl_sample_stats& stats, int n_blocks, float max) {
+    const float high = (float)kLog2e;
+    const Exponent e = {max, high, (float)(kLog2e - high)};
+    Sum sum;
+    for (int b = 0; b < n_blocks; b += 16)
+        accumulate(sum, mul(weight(sub(load(stats.top + b), set1(e.max)), e), load(stats.raw + b)));
+    return log(total(sum));
+}
+
+void measure_all(const Row& row, const zl_sample_stats& stats) {
+    for (int b = 0; b < row.n_blocks; b++) {
+        const Block h = row.raw(b);
+        measure(h, h, stats, stats, b);
+    }
+}
+
+// Measures the blocks again that have a seen token.
+void penalise_blocks(const Row& row, const zl_sample_stats& stats, int32_t* ids) {
+    int n = 0, b = 0;
+    auto append_bits = [&](Mask m, int first) {
+        for (; m; m &= m - 1) ids[n++] = first + __builtin_ctz(m);
+    };
+    for (; b + 16 <= row.n_blocks; b += 16) append_bits(non_zero(row.seen + b), b);
+    for (; b < row.n_blocks; b++) append_bits(row.seen[b] != 0, b);
+    for (int i = 0; i < n && i < kAhead; i++) row.request(ids[i]);
+    for (int i = 0; i < n; i += 2) {
+        if (i + kAhead < n) row.request(ids[i + kAhead]);
+        if (i + kAhead + 1 < n) row.request(ids[i + kAhead + 1]);
+        const int one = ids[i], two = ids[i + 1 < n ? i + 1 : i];
+        const Block a = row.penalised(one), c = row.penalised(two);
+        V top_a, top_c;
+        tops_of(a, c, &top_a, &top_c);
+        stats.top[one] = first(top_a), stats.top[two] = first(top_c);
+        if (stats.k != 0) near_sums_of(a, c, top_a, top_c, stats.k, stats.k, stats.sum + one, stats.sum + two);
+    }
+}
+
+int32_t argmax(const Row& row, const float* top, float max) {
+    int b = 0;
+    while (top[b] != max) b++;
+    const Block h = row.penalised(b);
+    const Mask lo = equal(h.lo, set1(max)), hi = equal(h.hi, set1(max));
+    return b * kBlock + __builtin_ctz(lo | hi << 16);
+}
+
+// Every block's mass. The sum of them, in floats, is good enough to choose by.
+float weigh_blocks(const Row& row, const zl_sample_stats& stats, zl_sample_scratch* s) {
+    List& blocks = s->blocks;
+    V sum = set1(0);
+    blocks.n = (row.n_blocks + 63) / 64 * 64;
+    for (int b = 0; b < blocks.n; b += 16) {
+        const V w = mul(weight(sub(load(stats.top + b), set1(s->e.max)), s->e), load(stats.sum + b));
+        store(blocks.w + b, w);
+        sum = add(sum, w);
+    }
+    return sum_of(sum);
+}
+
+// The highest floor below which, going by the blocks that have nothing above it, there is less than `spare`.
+int choose_floor(const Row& row, const zl_sample_stats& stats, const Settings& at, float spare, zl_sample_scratch* s) {
+    V below[kFloors];
+    int n_above[kFloors] = {};
+    for (V& v : below) v = set1(0);
+    for (int b = 0; b < row.n_blocks; b += 16) {
+        const V d = sub(load(stats.top + b), set1(s->e.max)), w = load(s->blocks.w + b);
+        for (int j = 0; j < kFloors; j++) {
+            const Mask m = greater(d, set1(at.floor[j]));
+            below[j] = add(below[j], keep(~m, w));
+            n_above[j] += __builtin_popcount(m);
+        }
+    }
+    int j = 0;
+    for (; j < kFloors; j++) {
+        // Blocks with something above have more below too: twice what the others have, where that is known.
+        const int n_under = row.n_blocks - n_above[j];
+        if (n_under && 2 * sum_of(below[j]) * row.n_blocks <= spare * n_under) break;
+    }
+    return j;
+}
+
+// Lists the tokens above max + floor and returns the mass of all others.
+double list_above(const Row& row, const zl_sample_stats& stats, float floor, zl_sample_scratch* s) {
+    const Exponent e = s->e;
+    const V edge = set1(floor);
+    int32_t* ids = s->blocks.id;
+    List all = s->all;  // a copy: the compiler cannot know that appending leaves the list's pointers alone
+    Sum below;
+    int n = 0;
+    for (int b = 0; b < row.n_blocks; b += 16) {
+        Mask m = greater(sub(load(stats.top + b), set1(e.max)), edge);
+        accumulate(below, keep(~m, load(s->blocks.w + b)));
+        for (; m; m &= m - 1) {
+            if (n < kAhead) row.request(b + __builtin_ctz(m));
+            ids[n++] = b + __builtin_ctz(m);
+        }
+    }
+    all.n = 0;
+    for (int i = 0; i < n; i++) {
+        const int b = ids[i];
+        if (i + kAhead < n) row.request(ids[i + kAhead]);
+        const Block h = row.penalised(b);
+        const V d_lo = sub(h.lo, set1(e.max)), d_hi = sub(h.hi, set1(e.max));
+        const V w_lo = weight(d_lo, e), w_hi = weight(d_hi, e);
+        const Mask lo = greater(d_lo, edge), hi = greater(d_hi, edge);
+        if (lo) add_to(all, lo, w_lo, d_lo, ids_from(b * kBlock));
+        if (hi) add_to(all, hi, w_hi, d_hi, ids_from(b * kBlock + 16));
+        accumulate(below, add(keep(~lo, w_lo), keep(~hi, w_hi)));
+    }
+    pad(all);
+    s->all.n = all.n;
+    return total(below);
+}
+
+// Finds top-p's cut in a list of candidates.
+void keep_top(const Row& row, const zl_sample_stats& stats, const Settings& at, zl_sample_scratch* s) {
+    const double mass = weigh_blocks(row, stats, s), sure = at.sure * mass / s->vocab;
+    for (int j = choose_floor(row, stats, at, (float)(at.rest * mass), s);; j++) {
+        const bool last = j >= kFloors || at.share[j] <= sure;
+        const float floor = last ? (float)(at.temperature * ln(sure)) : at.floor[j];
+        const double below = list_above(row, stats, floor, s);
+        if (find_cut(s->all, floor, below, at.rest * (below + mass_of(s->all)), s->part, &s->cut)) return;
+        if (last) break;
+    }
+    s->cut = {kMasked, INT32_MAX};  // out of reach: half of `rest` at most is below
+}
+
+// All but the draw itself. `at.get()` is a constant where the settings are a profile's.
+template <class At>
+Draw prepare(const At& at, Row row, const zl_sample_stats& stats, zl_sample_scratch* s) {
+    const Settings& settings = at.get();
+    if (settings.penalised && row.seen) {
+        row.penalty = settings.penalty;
+        penalise_blocks(row, stats, s->blocks.id);
+    } else {
+        row.seen = nullptr;
+    }
+    const float max = highest_of(stats.top, row.n_blocks);
+    if (!is_number(max)) return kNothing;
+    if (settings.greedy) {
+        s->token = argmax(row, stats.top, max);
+        return kToken;
+    }
+    s->e = {max, settings.k_high, settings.k_low};
+    if (settings.all) {
+        weigh_blocks(row, stats, s);
+        return kBlocks;
+    }
+    keep_top(row, stats, settings, s);
+    return kList;
+}
+
+// The token within a block at which the sum exceeds `left`, else the last that has weight.
+int32_t pick_within(const Row& row, int b, double left, const Exponent& e) {
+    float w[kBlock];
+    const Block h = row.penalised(b);
+    store(w, weight(sub(h.lo, set1(e.max)), e));
+    store(w + 16, weight(sub(h.hi, set1(e.max)), e));
+    double below = 0;
+    int last = 0;
+    for (int i = 0; i < kBlock; i++) {
+        if (w[i] > 0) last = i;
+        if ((below += w[i]) > left) return b * kBlock + i;
+    }
+    return b * kBlock + last;
+}
+
+Row row_of(const float* logits, int vocab, const uint32_t* seen, float penalty, zl_sample_scratch* s) {
+    const int n_whole = vocab / kBlock, n_left = vocab - n_whole * kBlock;
     if (n_left) {
         memcpy(s->tail, logits + (size_t)n_whole * kBlock, n_left * sizeof(float));
         for (int i = n_left; i < kBlock; i++) s->tail[i] = kMasked;
-        if (on) memcpy(words, seen + n_whole * (kBlock / 32), (n_left + 31) / 32 * sizeof(uint32_t));
     }
-    Mask bad = 0;
-    for (int b = 0; b < n_blocks; b++) {
-        const uint32_t* w = b < n_whole && on ? seen + b * (kBlock / 32) : words;
-        bad |= on ? scan_block<true>(raw->block(b), w, set1(penalty), s->x + (size_t)b * kBlock, &raw->max, s->top + b)
-                  : scan_block<false>(raw->block(b), w, set1(penalty), nullptr, &raw->max, s->top + b);
+    return {logits, s->tail, n_whole, n_whole + (n_left > 0), seen, penalty};
+}
+
+zl_sample_stats measured(const Row& row, float k, int want_raw, zl_sample_scratch* s) {
+    zl_sample_stats stats = s->own;
+    stats.k = k, stats.want_raw = want_raw;
+    measure_all(row, stats);
+    return stats;
+}
+
+void draw(Row row, const zl_sample_stats& stats, float temperature, float top_p, float penalty, uint64_t seed,
+          uint32_t index, zl_sample_scratch* s, int32_t* token, float* logprob, uint8_t* flags) {
+    *token = -1, *logprob = 0, *flags = kNumeric;
+    pad(stats, row.n_blocks);
+    const float raw_max = highest_of(stats.top, row.n_blocks);
+    if (!is_number(raw_max)) return;
+    const double raw_mass = stats.want_raw ? log_mass(stats, row.n_blocks, raw_max) : 0;
+    const Draw from = with_settings(temperature, top_p, penalty, [&](auto at) { return prepare(at, row, stats, s); });
+    if (from == kNothing) return;
+    *flags = 0;
+    double left;
+    if (from == kToken) {
+        *token = s->token;
+    } else if (from == kList) {
+        *token = s->all.id[pick(s->all, &s->cut, zl_sample_uniform(seed, index), s->sums, &left)];
+    } else {
+        if (penalty == 1.0f) row.seen = nullptr;
+        const int b = pick(s->blocks, nullptr, zl_sample_uniform(seed, index), s->sums, &left);
+        *token = pick_within(row, b, left, s->e);
     }
-    // A penalty below 1 can overflow what was finite, hence the second look.
-    for (int b = 0; b < n_blocks; b++) row->max = s->top[b] > row->max ? s->top[b] : row->max;
-    return !bad && row->max <= FLT_MAX && row->max >= -FLT_MAX;
+    if (stats.want_raw) *logprob = (float)((double)row.block(*token / kBlock)[*token % kBlock] - raw_max - raw_mass);
 }
-
-int32_t argmax(const Row& row, const float* top) {
-    int b = 0;
-    while (top[b] != row.max) b++;
-    const float* x = row.block(b);
-    for (int j = 0;; j += 16)
-        if (Mask m = equal(load(x + j), set1(row.max))) return b * kBlock + j + __builtin_ctz(m);
-}
-
-struct Exponent {
-    V max, high, low;  // log2(e) / T in two parts, so that the exponent's fraction is right to its last bit
-};
-
-inline V weight(V d, const Exponent& e) {
-    V shifted = fma(d, e.high, set1(kShift));
-    V n = sub(shifted, set1(kShift));
-    V f = fma(d, e.low, fms(d, e.high, n));
-    V p = fma(set1(kP6), f, set1(kP5));
-    p = fma(p, f, set1(kP4));
-    p = fma(p, f, set1(kP3));
-    p = fma(p, f, set1(kP2));
-    p = fma(p, f, set1(kP1));
-    p = fma(p, f, set1(1.0f));
-    return scale(p, n, shifted);
-}
-
-template <bool kList, bool kStore>
-inline void weigh_block(const float* x, const Exponent& e, float floor, int first, Sum& sum, List* list) {
-    for (int j = 0; j < kBlock; j += 64) {
-        V w[4];
-        for (int i = 0; i < 4; i++) {
-            V d = sub(load(x + j + 16 * i), e.max);
-            w[i] = weight(d, e);
-            if (kStore) store(list->w + first + j + 16 * i, w[i]);
-            if (kList)
-                if (Mask m = greater(d, set1(floor))) {
-                    add_to(*list, m, w[i], d, ids_from(first + j + 16 * i));
-                    w[i] = keep(~m, w[i]);
-                }
-        }
-        accumulate(sum, add(add(w[0], w[1]), add(w[2], w[3])));
-    }
-}
-
-// Second pass: the weights' sum. On the way it lists every weight, or the tokens above max + floor, which are left out of
-// the sum then.
-template <Collect kWhat>
-double weigh(const Row& row, double temperature, float floor, const float* top, List* list) {
-    const double k = kLog2e / temperature;
-    const float high = (float)k;
-    const Exponent e = {set1(row.max), set1(high), set1((float)(k - high))};
-    Sum sum;
-    for (int b = 0; b < row.n_blocks; b++) {
-        const float* x = row.block(b);
-        if (kWhat == kCandidates && top[b] - row.max > floor) weigh_block<true, false>(x, e, floor, b * kBlock, sum, list);
-        else weigh_block<false, kWhat == kDense>(x, e, floor, b * kBlock, sum, list);
-    }
-    return total(sum);
-}
-
-double mass_of(const List& list) {
-    Sum sum;
-    for (int i = 0; i < list.n; i += 64)
-        accumulate(sum, add(add(load(list.w + i), load(list.w + i + 16)), add(load(list.w + i + 32), load(list.w + i + 48))));
-    return total(sum);
-}
-
-// The mass at or below each edge.
-void masses_below(const List& list, const float* edge, double* mass) {
-    Sum sum[kEdges];
-    for (int i = 0; i < list.n; i += 64) {
-        V w[4], d[4];
-        for (int v = 0; v < 4; v++) w[v] = load(list.w + i + 16 * v), d[v] = load(list.d + i + 16 * v);
-        for (int k = 0; k < kEdges; k++) {
-            V e = set1(edge[k]);
-            accumulate(sum[k], add(add(keep(~greater(d[0], e), w[0]), keep(~greater(d[1], e), w[1])),
-                                   add(keep(~greater(d[2], e), w[2]), keep(~greater(d[3], e), w[3]))));
-        }
-    }
-    for (int k = 0; k < kEdges; k++) mass[k] = total(sum[k]);
-}
-
-// Sorts a short list by falling likelihood, then rising id.
-void sort_small(List& list) {
-    for (int i = 1; i < list.n; i++) {
-        float w = list.w[i], d = list.d[i];
-        int32_t id = list.id[i];
-        int j = i;  // ids rise, so equals stay where they are
-        for (; j && list.d[j - 1] < d; j--) list.w[j] = list.w[j - 1], list.d[j] = list.d[j - 1], list.id[j] = list.id[j - 1];
-        list.w[j] = w, list.d[j] = d, list.id[j] = id;
-    }
-}
-
-// Third pass: finds how much of the unlikely end can be left out: at most `spare` of mass, `below` of it being outside
-// the list. The mass left out is what is summed, because there the weights' rounding is far below one token; in the mass
-// kept, the likeliest tokens' rounding would outweigh many unlikely ones.
-// Each turn goes on with the tokens between two edges. The list's d are in [low, high]; the last edge is low itself, which
-// no turn but the one that ends with it can keep, so the list shrinks every time. `part` is the search's own list.
-// False: too much is outside the list already.
-bool find_cut(const List& all, float low, double below, double spare, List& part, Cut* cut) {
-    if (below > spare || !all.n) return false;
-    const List* list = &all;
-    float high = 0;
-    while (list->n > kSmall && low < high) {
-        float edge[kEdges];
-        double mass[kEdges];
-        for (int k = 0; k < kEdges; k++) {
-            float e = (float)(high - ((double)high - low) * (k + 1) / kEdges);
-            e = e < high ? e : nextafterf(high, kMasked);
-            edge[k] = k < kEdges - 1 && e > low ? e : low;
-        }
-        masses_below(*list, edge, mass);
-        int k = 0;
-        while (k < kEdges && below + mass[k] > spare) k++;
-        const float bottom = k < kEdges ? edge[k] : kMasked;
-        high = k ? edge[k - 1] : high;
-        below += k < kEdges ? mass[k] : 0;
-        V fall = set1(0);
-        const int n = list->n;
-        part.n = 0;  // appending in place is safe: it never gets past what was read
-        for (int i = 0; i < n; i += 16) {
-            V d = load(list->d + i);
-            Mask m = greater(d, set1(bottom)) & ~greater(d, set1(high));
-            if (!m) continue;
-            fall = max(fall, keep(m, sub(set1(0), d)));
-            add_to(part, m, load(list->w + i), d, load_ids(list->id + i));
-        }
-        if (!part.n) {  // rounding between two turns: all that is above stays
-            *cut = {high, INT32_MAX};
-            return true;
-        }
-        pad(part);
-        low = -highest(fall);
-        list = &part;
-    }
-    if (list == &all) {
-        part.n = all.n;
-        for (int i = 0; i < all.n; i++) part.w[i] = all.w[i], part.d[i] = all.d[i], part.id[i] = all.id[i];
-    }
-    if (part.n <= kSmall) sort_small(part);  // a longer list has equals only, in order already
-    int n = part.n;
-    while (n > 1 && below + part.w[n - 1] <= spare) below += part.w[--n];
-    *cut = {part.d[n - 1], part.id[n - 1]};
-    return true;
-}
-
-inline V kept_weights(const List& list, int i, const Cut* cut) {
-    V w = load(list.w + i);
-    if (!cut) return w;
-    V d = load(list.d + i), edge = set1(cut->d);
-    return keep(greater(d, edge) | (equal(d, edge) & up_to(list.id + i, cut->id)), w);
-}
-
-// Last pass: inverse CDF over the kept tokens in id order. The list is padded with zero weights to whole groups of four
-// vectors. Returns the place in the list: of the token at which the sum exceeds u times the kept mass, else of the last.
-int pick(const List& list, const Cut* cut, float u, double* sums) {
-    const int n_chunks = (list.n + kChunk - 1) / kChunk;
-    double mass = 0;
-    for (int c = 0; c < n_chunks; c++) {
-        const int end = c * kChunk + kChunk < list.n ? c * kChunk + kChunk : list.n;
-        Sum sum;
-        for (int i = c * kChunk; i < end; i += 64)
-            accumulate(sum, add(add(kept_weights(list, i, cut), kept_weights(list, i + 16, cut)),
-                                add(kept_weights(list, i + 32, cut), kept_weights(list, i + 48, cut))));
-        mass += sums[c] = total(sum);
-    }
-    const double draw = u * mass;  // below the mass, since u < 1: some chunk crosses
-    double below = 0;
-    int c = 0, last = 0;
-    while (c < n_chunks - 1 && below + sums[c] <= draw) below += sums[c++];
-    for (int i = c * kChunk; i < list.n && i < (c + 1) * kChunk; i += 16) {
-        float w[16];
-        store(w, kept_weights(list, i, cut));
-        for (int j = 0; j < 16; j++) {
-            if (w[j] > 0) last = i + j;
-            if ((below += w[j]) > draw) return i + j;
-        }
-    }
-    return last;
-}
-
-// Weighs the row and finds its cut. Tokens below max + T ln(share) are no candidates; with share = (1 - p) / 2V all of them
-// have less mass together than top-p may leave out. Models have far fewer candidates: a higher share, fitted on chat
-// logits, is tried first, and whether it sufficed shows at once. It decides the speed only.
-Cut keep_top(const Row& row, int vocab, float temperature, float top_p, zl_sample_scratch* s) {
-    if (!(top_p >= 0)) top_p = 0;  // keeps the likeliest token, as 0 does
-    const double rest = 1.0 - (double)top_p, sure = rest / (2.0 * vocab), guess = rest * rest / 16;
-    Cut cut;
-    double mass = 0;
-    for (double share = guess > sure ? guess : sure;; share = sure * mass) {
-        const float floor = (float)(temperature * log(share));
-        s->all.n = 0;
-        const double below = weigh<kCandidates>(row, temperature, floor, s->top, &s->all);
-        pad(s->all);
-        mass = below + mass_of(s->all);
-        if (find_cut(s->all, floor, below, rest * mass, s->part, &cut)) return cut;
-        if (share <= sure * mass) return {kMasked, INT32_MAX};  // out of reach: half of `rest` at most is below
-    }
-}
-
-inline bool is_greedy(float temperature) { return !(temperature >= kMinTemperature); }
 
 }  // namespace
 
@@ -330,72 +302,81 @@ extern "C" {
 
 zl_sample_scratch* zl_sample_scratch_new(int vocab) {
     zl_sample_scratch* s = (zl_sample_scratch*)calloc(1, sizeof(zl_sample_scratch));
-    const size_t n = ((size_t)blocks_of(vocab) + 1) * kBlock;  // a block more: appended vectors and padding overrun
-    char* p = s ? (char*)aligned_alloc(64, (7 * n + kBlock) * sizeof(float) + n / 4 * sizeof(double)) : nullptr;
+    const size_t n = ((size_t)vocab + 511) / 512 * 512 + 512;  // appended vectors and padding overrun
+    const size_t blocks = (size_t)zl_sample_stat_room(vocab) + 64;
+    char* p = s ? (char*)aligned_alloc(64, (6 * n + 6 * blocks + 64) * sizeof(float) + (n / kChunk + 8) / 8 * 64) : nullptr;
     if (!p) {
         free(s);
         return nullptr;
     }
     s->vocab = vocab;
-    s->x = (float*)p;
-    float* f = s->x + n;
+    float* f = (float*)p;
     int32_t* ids = (int32_t*)(f + 4 * n);
     s->all = {f, f + n, ids, 0};
     s->part = {f + 2 * n, f + 3 * n, ids + n, 0};
-    s->tail = (float*)(ids + 2 * n);
-    s->sums = (double*)(s->tail + kBlock);
-    s->top = (float*)(s->sums + n / 8);
+    f = (float*)(ids + 2 * n);
+    s->own = {f, f + blocks, f + 2 * blocks, 0, 0};
+    s->blocks = {f + 3 * blocks, nullptr, (int32_t*)(f + 4 * blocks), 0};
+    s->tail = f + 6 * blocks;
+    s->sums = (double*)(s->tail + 64);
     return s;
 }
 
 void zl_sample_scratch_free(zl_sample_scratch* s) {
-    if (s) free(s->x);
+    if (s) free(s->all.w);
     free(s);
+}
+
+int zl_sample_program(float temperature, float top_p, float penalty) {
+    return with_settings(temperature, top_p, penalty, [](auto at) { return at.index; });
+}
+
+float zl_sample_scale(float temperature, float top_p, float penalty) {
+    return with_settings(temperature, top_p, penalty, [](auto at) { return at.get().k_high; });
+}
+
+void zl_sample_measured(const float* logits, int vocab, const zl_sample_stats* stats, const uint32_t* seen,
+                        float temperature, float top_p, float penalty, uint64_t seed, uint32_t index,
+                        zl_sample_scratch* s, int32_t* token, float* logprob, uint8_t* flags) {
+    const int n_blocks = (vocab + kBlock - 1) / kBlock;
+    draw({logits, nullptr, n_blocks, n_blocks, seen, penalty}, *stats, temperature, top_p, penalty, seed, index, s, token,
+         logprob, flags);
 }
 
 void zl_sample_row(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,
                    uint64_t seed, uint32_t index, zl_sample_scratch* s, int32_t* token, float* logprob, uint8_t* flags,
                    int want_logprob) {
-    Row raw, row;
-    *token = -1, *logprob = 0, *flags = kNumeric;
-    if (!scan(logits, vocab, seen, penalty, s, &raw, &row)) return;
-    *flags = 0;
-    if (is_greedy(temperature)) {
-        *token = argmax(row, s->top);
-    } else if (top_p >= 1.0f) {
-        List& all = s->all;
-        weigh<kDense>(row, temperature, 0, s->top, &all);
-        all.n = row.n_blocks * kBlock;
-        *token = pick(all, nullptr, zl_sample_uniform(seed, index), s->sums);
-    } else {
-        const Cut cut = keep_top(row, vocab, temperature, top_p, s);
-        *token = s->all.id[pick(s->all, &cut, zl_sample_uniform(seed, index), s->sums)];
-    }
-    if (want_logprob) {
-        const double mass = weigh<kNothing>(raw, 1.0, 0, s->top, nullptr);
-        *logprob = (float)((double)logits[*token] - raw.max - log(mass));
-    }
+    const Row row = row_of(logits, vocab, seen, penalty, s);
+    const zl_sample_stats stats = measured(row, zl_sample_scale(temperature, top_p, penalty), want_logprob, s);
+    draw(row, stats, temperature, top_p, penalty, seed, index, s, token, logprob, flags);
 }
 
 int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,
                    zl_sample_scratch* s, uint8_t* kept) {
-    Row raw, row;
+    Row row = row_of(logits, vocab, seen, penalty, s);
     memset(kept, 0, vocab);
-    if (!scan(logits, vocab, seen, penalty, s, &raw, &row)) return -1;
+    const zl_sample_stats stats = measured(row, zl_sample_scale(temperature, top_p, penalty), 0, s);
+    pad(stats, row.n_blocks);
+    if (!is_number(highest_of(stats.top, row.n_blocks))) return -1;
+    const Draw from = with_settings(temperature, top_p, penalty, [&](auto at) { return prepare(at, row, stats, s); });
+    if (from == kNothing) return -1;
     int n = 0;
-    if (is_greedy(temperature)) {
-        kept[argmax(row, s->top)] = 1;
-        return 1;
+    if (from == kToken) {
+        n = kept[s->token] = 1;
+    } else if (from == kList) {
+        const List& all = s->all;
+        for (int i = 0; i < all.n; i++)
+            n += kept[all.id[i]] = all.d[i] > s->cut.d || (all.d[i] == s->cut.d && all.id[i] <= s->cut.id);
+    } else {
+        if (penalty == 1.0f) row.seen = nullptr;
+        for (int i = 0; i < vocab; i++) {
+            float w[kBlock];
+            const Block h = row.penalised(i / kBlock);
+            store(w, weight(sub(h.lo, set1(s->e.max)), s->e));
+            store(w + 16, weight(sub(h.hi, set1(s->e.max)), s->e));
+            n += kept[i] = w[i % kBlock] > 0;
+        }
     }
-    if (top_p >= 1.0f) {
-        weigh<kDense>(row, temperature, 0, s->top, &s->all);
-        for (int i = 0; i < vocab; i++) n += kept[i] = s->all.w[i] > 0;
-        return n;
-    }
-    const Cut cut = keep_top(row, vocab, temperature, top_p, s);
-    const List& all = s->all;
-    for (int i = 0; i < all.n; i++)
-        n += kept[all.id[i]] = all.d[i] > cut.d || (all.d[i] == cut.d && all.id[i] <= cut.id);
     return n;
 }
 

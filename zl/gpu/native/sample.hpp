@@ -10,6 +10,9 @@
 #define zl_sample_scratch_new ZL_SYM(zl_sample_scratch_new, ZL_LEVEL)
 #define zl_sample_scratch_free ZL_SYM(zl_sample_scratch_free, ZL_LEVEL)
 #define zl_sample_row ZL_SYM(zl_sample_row, ZL_LEVEL)
+#define zl_sample_program ZL_SYM(zl_sample_program, ZL_LEVEL)
+#define zl_sample_scale ZL_SYM(zl_sample_scale, ZL_LEVEL)
+#define zl_sample_measured ZL_SYM(zl_sample_measured, ZL_LEVEL)
 #define zl_sample_kept ZL_SYM(zl_sample_kept, ZL_LEVEL)
 #define zl_seen_add ZL_SYM(zl_seen_add, ZL_LEVEL)
 #define zl_seen_build ZL_SYM(zl_seen_build, ZL_LEVEL)
@@ -24,6 +27,20 @@ struct zl_sample_scratch;
 zl_sample_scratch* zl_sample_scratch_new(int vocab);
 void zl_sample_scratch_free(zl_sample_scratch*);
 
+// What the head product leaves of a row beside its logits, by blocks of 32 of them (sample_blocks.hpp): the maximum, the sum
+// of 2^((x - maximum) * k), and the same for k = log2(e) where want_raw. Arrays of zl_sample_stat_room(vocab) floats.
+struct zl_sample_stats {
+    float *top, *sum, *raw;
+    float k;  // zl_sample_scale of the row; 0: sums are not needed
+    int want_raw;
+};
+inline int zl_sample_stat_room(int vocab) { return (vocab + 2047) / 2048 * 64; }
+
+// Which program draws a row of these values: the index of a profile in the build's table, or their number: the generic one.
+int zl_sample_program(float temperature, float top_p, float penalty);
+// log2(e) / temperature as the sums want it; 0: greedy.
+float zl_sample_scale(float temperature, float top_p, float penalty);
+
 // Draws one row's token: penalty, temperature (0: greedy, lowest id among equals), top-p, inverse CDF in id order.
 //   logits   float32 [vocab], read only; -inf masks a token
 //   seen     bitmap of ceil(vocab / 32) words, bit id % 32 of word id / 32; null: no token was seen
@@ -34,6 +51,11 @@ void zl_sample_scratch_free(zl_sample_scratch*);
 void zl_sample_row(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,
                    uint64_t seed, uint32_t index, zl_sample_scratch* scratch, int32_t* token, float* logprob,
                    uint8_t* flags, int want_logprob);
+
+// The same for a row of whole blocks (-inf behind the vocabulary) that has been measured; changes the measures.
+void zl_sample_measured(const float* logits, int vocab, const zl_sample_stats* stats, const uint32_t* seen,
+                        float temperature, float top_p, float penalty, uint64_t seed, uint32_t index,
+                        zl_sample_scratch* scratch, int32_t* token, float* logprob, uint8_t* flags);
 
 // For tests: writes 1 where top-p keeps a token, else 0, by the same search; returns the count, or -1 for NUMERIC.
 int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,

@@ -15,6 +15,8 @@ namespace {
 constexpr float kLowest = -125.0f;  // a weight whose exponent rounds to less is zero: the others are normal floats
 constexpr float kShift = 0x1.8p23f;  // added to |z| < 2^22 it leaves z, rounded to even, in the low bits of the sum
 
+constexpr float kMasked = -__builtin_inff();
+
 using Mask = uint32_t;  // a bit a lane
 
 #if defined(__AVX512F__)
@@ -24,6 +26,8 @@ struct Sum {
 };
 inline V load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+// Past the caches, to a multiple of 64 bytes; a store fence before other threads are told.
+inline void stream(float* p, V v) { _mm512_stream_ps(p, v); }
 inline V set1(float x) { return _mm512_set1_ps(x); }
 inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
@@ -48,6 +52,36 @@ inline V penalise(V x, Mask m, V p) {
     return _mm512_mask_div_ps(y, (__mmask16)m & pos, x, p);
 }
 inline float highest(V a) { return _mm512_reduce_max_ps(a); }
+inline Mask unordered(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+inline V choose(Mask m, V yes, V no) { return _mm512_mask_mov_ps(no, (__mmask16)m, yes); }
+inline float first(V a) { return _mm512_cvtss_f32(a); }
+inline Mask non_zero(const uint32_t* p) {
+    const __m512i v = _mm512_loadu_si512(p);
+    return _mm512_test_epi32_mask(v, v);
+}
+// Folds lane i with i + 8, the eight with i + 4, and so on; a's result in the lower eight lanes, b's in the upper.
+#define ZL_FOLD(op)                                                                             \
+    V u = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));               \
+    u = op(u, _mm512_shuffle_f32x4(u, u, 0xb1));                                                \
+    u = op(u, _mm512_permute_ps(u, 0x4e));                                                      \
+    u = op(u, _mm512_permute_ps(u, 0xb1));
+// The highest lane of each, in all lanes.
+inline void highest_of(V a, V b, V* in_a, V* in_b) {
+    ZL_FOLD(_mm512_max_ps)
+    *in_a = _mm512_shuffle_f32x4(u, u, 0x00);
+    *in_b = _mm512_shuffle_f32x4(u, u, 0xff);
+}
+inline void sums_of(V a, V b, float* of_a, float* of_b) {
+    ZL_FOLD(_mm512_add_ps)
+    *of_a = _mm512_cvtss_f32(u);
+    *of_b = _mm_cvtss_f32(_mm512_extractf32x4_ps(u, 2));
+}
+inline float sum_of(V x) {
+    float of_a, of_b;
+    sums_of(x, x, &of_a, &of_b);
+    return of_a;
+}
+#undef ZL_FOLD
 inline void accumulate(Sum& s, V v) {
     __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
     s.a = _mm512_add_pd(s.a, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
@@ -79,6 +113,7 @@ struct Sum {
 };
 inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, V v) { _mm256_storeu_ps(p, v.a), _mm256_storeu_ps(p + 8, v.b); }
+inline void stream(float* p, V v) { _mm256_stream_ps(p, v.a), _mm256_stream_ps(p + 8, v.b); }
 inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline V add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline V sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -121,6 +156,27 @@ inline float highest(V x) {
     q = _mm_max_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
+inline Mask unordered(V x, V y) {
+    return bits(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q));
+}
+inline V choose(Mask m, V yes, V no) {
+    return {_mm256_blendv_ps(no.a, yes.a, spread(m)), _mm256_blendv_ps(no.b, yes.b, spread(m >> 8))};
+}
+inline float first(V x) { return _mm256_cvtss_f32(x.a); }
+inline Mask non_zero(const uint32_t* p) {
+    const __m256i none = _mm256_setzero_si256();
+    const __m256i a = _mm256_cmpeq_epi32(_mm256_loadu_si256((const __m256i*)p), none);
+    const __m256i b = _mm256_cmpeq_epi32(_mm256_loadu_si256((const __m256i*)(p + 8)), none);
+    return ~bits(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)) & 0xffff;
+}
+inline void highest_of(V a, V b, V* in_a, V* in_b) { *in_a = set1(highest(a)), *in_b = set1(highest(b)); }
+inline float sum_of(V x) {
+    __m256 s = _mm256_add_ps(x.a, x.b);
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+inline void sums_of(V a, V b, float* of_a, float* of_b) { *of_a = sum_of(a), *of_b = sum_of(b); }
 inline void accumulate(Sum& s, V v) {
     s.q[0] = _mm256_add_pd(s.q[0], _mm256_cvtps_pd(_mm256_castps256_ps128(v.a)));
     s.q[1] = _mm256_add_pd(s.q[1], _mm256_cvtps_pd(_mm256_extractf128_ps(v.a, 1)));
@@ -216,6 +272,23 @@ inline float highest(V a) {
     for (int i = 1; i < 16; i++) h = a.f[i] > h ? a.f[i] : h;
     return h;
 }
+inline Mask unordered(V a, V b) {
+    return mask([&](int i) { return a.f[i] != a.f[i] || b.f[i] != b.f[i]; });
+}
+inline V choose(Mask m, V yes, V no) {
+    return each([&](int i) { return m >> i & 1 ? yes.f[i] : no.f[i]; });
+}
+inline float first(V a) { return a.f[0]; }
+inline Mask non_zero(const uint32_t* p) {
+    return mask([&](int i) { return p[i] != 0; });
+}
+inline void highest_of(V a, V b, V* in_a, V* in_b) { *in_a = set1(highest(a)), *in_b = set1(highest(b)); }
+inline float sum_of(V a) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a.f[i] += a.f[i + half];
+    return a.f[0];
+}
+inline void sums_of(V a, V b, float* of_a, float* of_b) { *of_a = sum_of(a), *of_b = sum_of(b); }
 inline void accumulate(Sum& s, V v) {
     for (int i = 0; i < 16; i++) s.f[i] += v.f[i];
 }

@@ -46,6 +46,7 @@ class NativeStep:
     slots            two gpu.pinned.StepSlot
     max_step_tokens  most tokens one step may hold
     level            auto, amx, avx512, avx512f or avx2
+    kv               "int8" keeps keys and values in eight bits (bf16 engines only); "auto" in the engine's dtype
     blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0,
                      Q4_1 and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
     Raises           DeviceError, CapacityError, ShapeError; ModelError: a Packed file of another mould
@@ -64,6 +65,7 @@ class NativeStep:
         n_threads: int,
         level: str = "auto",
         blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
+        kv: str = "auto",
     ):
         self.shape = shape
         self.n_pages = n_pages
@@ -72,7 +74,10 @@ class NativeStep:
         self.dtype = _dtype_of(weights)
         if shape.head_dim % 2 or shape.head_dim > 128 or shape.n_heads % shape.n_kv_heads:
             raise ShapeError("head_dim", shape.head_dim, "an even number up to 128, n_heads a multiple of n_kv_heads")
-        self.name = f"native {self.level} {self.dtype}"
+        self.kv = self.dtype if kv == "auto" else kv
+        if self.kv not in (self.dtype, "int8") or (self.kv == "int8" and self.dtype != "bfloat16"):
+            raise ShapeError("kv", kv, f"auto in {self.dtype}" + (", or int8" if self.dtype == "bfloat16" else ""))
+        self.name = f"native {self.level} {self.dtype}" + (", int8 KV" if self.kv == "int8" else "")
         if self.level == "amx":
             request_amx()  # before the worker threads start
         self._lib = abi.load(packed.library if packed is not None else library(self.level))
@@ -84,15 +89,15 @@ class NativeStep:
         config = config_of(
             shape, self.dtype, self._kinds, self._eos, rows=self._max_rows, model_len=self._model_len,
             table=columns.page_table.shape[1], n_pages=n_pages, step_tokens=max_step_tokens, threads=n_threads,
+            kv=self.kv,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
         )
         if not self._context:
-            item = 2 if self.dtype == "bfloat16" else 4
             raise CapacityError(
                 f"no memory for the native step: {n_pages} KV pages take "
-                f"{pool_bytes(shape, n_pages, item) / 2**30:.2f} GiB beside the weights; lower pages or rows"
+                f"{pool_bytes(shape, n_pages, self.kv) / 2**30:.2f} GiB beside the weights; lower pages or rows"
             )
         self._views()
         try:
@@ -207,15 +212,16 @@ class NativeStep:
     def pool(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Lay an array over the KV pool; not to be used after `close`.
 
-        Returns  pool, uint16 (bf16) or float32 [n_layers, n_pages, n_kv_heads, page_elems];
+        Returns  pool, uint16 (bf16), float32 or int8 [n_layers, n_pages, n_kv_heads, page_elems]. In int8 the last axis
+                 begins with bf16 scales, PAGE of the keys and PAGE of the values;
                  k_at and v_at, int32 [PAGE, head_dim]: a token's and dimension's place within page_elems
         """
         shape = self.shape
-        dtype = np.dtype(np.uint16 if self.dtype == "bfloat16" else np.float32)
+        dtype = np.dtype({"bfloat16": np.uint16, "float32": np.float32, "int8": np.int8}[self.kv])
         k_at, v_at = (np.empty((PAGE, shape.head_dim), np.int32) for _ in range(2))
         at = ctypes.c_void_p(self._lib.zl_pool(self._handle, k_at.ctypes.data, v_at.ctypes.data))
         heads = (shape.n_layers, self.n_pages, shape.n_kv_heads)
-        elems = pool_bytes(shape, self.n_pages, dtype.itemsize) // dtype.itemsize // int(np.prod(heads))
+        elems = pool_bytes(shape, self.n_pages, self.kv) // dtype.itemsize // int(np.prod(heads))
         return abi.view(at, (*heads, elems), dtype), k_at, v_at
 
     def first_logits(self, out: np.ndarray) -> bool:
@@ -247,8 +253,7 @@ class NativeStep:
     @property
     def memory(self) -> dict[str, int]:
         """Count what is held, bytes by component."""
-        item = 2 if self.dtype == "bfloat16" else 4
-        return {"weights": self.packed_bytes, "kv_pool": pool_bytes(self.shape, self.n_pages, item)}
+        return {"weights": self.packed_bytes, "kv_pool": pool_bytes(self.shape, self.n_pages, self.kv)}
 
     @property
     def _handle(self) -> int:
