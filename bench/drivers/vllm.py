@@ -31,6 +31,7 @@ class Vllm:
             VLLM_CPU_NUM_OF_RESERVED_CPU="0",
             VLLM_CPU_KVCACHE_SPACE=str(KV_GIB),
             VLLM_NO_USAGE_STATS="1",
+            VLLM_HTTP_TIMEOUT_KEEP_ALIVE="600",  # it is stopped while others run: its 5 s would end idle connections
             PATH=f"{ROOT / VENV / 'bin'}:/usr/local/bin:/usr/bin:/bin",
         )
         argv = [str(python), str(ROOT / VENV / "bin" / "vllm"), "serve", str(plan.hf_folder)]
