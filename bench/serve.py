@@ -38,6 +38,8 @@ START_PATIENCE_S = 600.0
 IDLE_LIMIT = 0.02
 """CPU seconds a second above which an idle server is stopped by SIGSTOP between its rounds."""
 SAMPLE_S = 0.25
+SETTLE_S, SETTLE_LOOK_S = 10.0, 0.5
+"""How long a server may burn on behind its last answer before the next system's turn, and how often that is seen."""
 
 
 class Subject:
@@ -86,10 +88,18 @@ class Subject:
         self.must_pause = share > IDLE_LIMIT
         self.notes |= {"idle_cpu_share": share, "stopped_between_rounds": self.must_pause}
 
-    def rest(self) -> None:
-        """Get out of the way of the next system."""
-        if self.server is not None and self.must_pause:
+    async def rest(self) -> None:
+        """Get out of the next system's way: stopped, or when nothing is left of the work (vLLM spins for a second)."""
+        assert self.server is not None
+        if self.must_pause:
             self.server.pause()
+            return
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            before = procs.cpu_seconds(self.server.pids())
+            await asyncio.sleep(SETTLE_LOOK_S)
+            if procs.cpu_seconds(self.server.pids()) - before <= IDLE_LIMIT * SETTLE_LOOK_S:
+                return
 
     async def stop(self) -> None:
         """End client and server."""
@@ -102,7 +112,7 @@ class Subject:
 
 def _shown(text: str) -> str:
     """Leave this machine's folders out of what is kept."""
-    return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
+    return text.replace(sys.prefix, "./.venv").replace(str(ROOT), ".").replace(str(Path.home()), "~")
 
 
 async def measure(subject: Subject, scenario: Scenario, size: Size, seed: int) -> dict[str, Any]:
@@ -154,7 +164,7 @@ async def run(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
                 await subject.stop()
             await subject.start()
             say(f"{name}: first token {subject.notes['startup_s'][-1]:.1f} s after its start")
-            subject.rest()
+            await subject.rest()
         return [await compare(args, SCENARIOS[name], size, subjects) for name, size in sizes.items()]
     finally:
         for subject in subjects.values():
@@ -178,11 +188,11 @@ async def compare(
         await subject.note_idling()
         if size.idle:
             await subject.client.connect(size.streams + size.idle)
-        subject.rest()
+        await subject.rest()
     for number, name in alternating(args.systems, args.rounds):
         sized = dataclasses.replace(size, rate=rates.get(name, 0.0))
         figures = await measure(subjects[name], scenario, sized, args.seed + number)
-        subjects[name].rest()
+        await subjects[name].rest()
         result["rounds"].append({"round": number, "system": name, **figures})
         say(f"{scenario.name}: {report.line(number, name, figures)}")
     result["systems"] = {name: dict(subject.notes) for name, subject in subjects.items()}

@@ -24,8 +24,6 @@ OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
 """Variables that are zl's without being a server setting."""
 
 CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
-INT8_MODEL_LEN = 65_536
-"""Longest row over int8 keys and values: the sums of zl/gpu/native/kv8_amx.hpp hold as many tokens."""
 LOG_FORMATS = ("auto", "text", "logfmt", "json")
 _FRAME_SIZES = (1_024, 64 * 2**20)
 
@@ -113,7 +111,7 @@ class Settings:
     dtype: str = _choice("model", ("auto", "float32", "bfloat16"), "auto", "arithmetic of the model")
     kv: str = _choice("model", ("auto", "int8"), "auto", "what keys and values are kept in; auto is the dtype")
     cpu_level: str = _choice("model", CPU_LEVELS, "auto", "instruction sets of the CPU program; torch is the slow twin")
-    threads: int = _count("model", 0, 1_024, 0, "compute threads on the CPU; 0 takes one for each core")
+    threads: int = _count("model", 0, shapes.MAX_THREADS, 0, "compute threads on the CPU; 0 takes one for each core")
     heartbeat_s: float = _period("model", 0, 3_600, 60.0, "time between two checks of the program; 0 turns them off")
     kv_memory: int = _setting(0, _KV_MEMORY)
     system_prompts: tuple[str, ...] = _setting((), _PROMPTS)
@@ -311,8 +309,8 @@ def _check(settings: Settings, sources: Mapping[str, str]) -> None:
         refuse("audit_log", "another file than access_log")
     if settings.kv == "int8" and settings.dtype == "float32":
         refuse("kv", "auto where dtype is float32: int8 keys and values are for bfloat16")
-    if settings.kv == "int8" and settings.max_model_len > INT8_MODEL_LEN:
-        refuse("kv", f"auto where max_model_len is above {INT8_MODEL_LEN}")
+    if settings.kv == "int8" and settings.max_model_len > shapes.INT8_MODEL_LEN:
+        refuse("kv", f"auto where max_model_len is above {shapes.INT8_MODEL_LEN}")
     if settings.max_tokens >= settings.max_model_len:
         refuse("max_tokens", f"less than max_model_len ({settings.max_model_len}), so that a prompt has room")
     if settings.default_tokens > settings.max_tokens:

@@ -6,7 +6,6 @@ torch is loaded for that plan alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from zl.gpu.device import Device
 from zl.gpu.guarded import drawn_bytes
 from zl.gpu.heartbeat import with_canary
 from zl.gpu.native.build import have_compiler, pick_level
-from zl.gpu.native.needs import Needs, needs, pool_bytes
+from zl.gpu.native.needs import Needs, needs, pool_bytes, threads_of
 from zl.gpu.native.packed import Packed
 from zl.gpu.pinned import columns_bytes, slots_bytes
 from zl.shapes import PAGE, ModelShape, Shapes, pages_for
@@ -83,7 +82,7 @@ def native_needs(
     packed = isinstance(weights, Packed)
     if device.kind != "cpu" or not (packed or (settings.cpu_level != "torch" and have_compiler())):
         return None
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = threads_of(settings.threads)
     blocks = weights if isinstance(weights, Packed) else weights.blocks
     level = "" if packed else pick_level(settings.cpu_level)
     return lambda shapes: needs(model, blocks, shapes, dtype, level, threads, facts.kv_of(settings))

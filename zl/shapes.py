@@ -16,6 +16,12 @@ MAX_ROWS = 256
 TOKEN_BUCKETS = (16, 64, 256)
 """Step sizes in tokens below the widest, which is the build's `step_tokens`: the tiles of `linear` change at 16, 64."""
 
+MAX_THREADS = 256
+"""Compute threads of the CPU program: kMaxThreads of its threads.hpp."""
+
+INT8_MODEL_LEN = 65_536
+"""Longest rows over int8 keys and values: 255 * 127 * 65,536 is the largest sum of weights that an int32 holds."""
+
 HEADER_BYTES = 4
 MAX_FRAME = 262_144
 MAX_MESSAGES = 16

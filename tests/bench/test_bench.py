@@ -305,7 +305,7 @@ def test_zl_says_how_many_steps_its_program_did_not_compute():
             pass
 
     with HTTPServer((METRICS_HOST, 0), Page) as server:
-        thread = threading.Thread(target=server.handle_request)
+        thread = threading.Thread(target=server.handle_request, daemon=True)
         thread.start()
         assert driver("zl").counts(server.server_port) == {"steps": 400.0, "fallback_steps": 3.0}
         thread.join()

@@ -110,21 +110,25 @@ def test_neighbours_and_threads_never_change_a_bit(case: tuple) -> None:
         assert all(run == mine[0] for run in mine[1:])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_steps_of_every_size_give_the_same_bits(threads: int) -> None:
+@pytest.mark.parametrize("level", available_levels())
+def test_steps_of_every_size_give_the_same_bits(level: str) -> None:
     """Sizes at which products are cut otherwise: 32 rows stream by, 256 are shared by rows, 512 fill a panel's sums.
 
-    320 and 640 wide, the matrices have two and three panels.
+    320 and 640 wide, the matrices have two and three panels. 16 threads are more than there are parts of rows.
     """
     shape, n = tiny(n_layers=2, hidden=320, n_heads=5, n_kv_heads=1, ffn=640, max_position=1024), 620
-    weights, ids = random_weights(shape, torch.bfloat16), np.random.default_rng(5).integers(0, shape.vocab, n).tolist()
-    with Bench(shape, weights, rows=1, model_len=672, n_pages=21, step_tokens=640, threads=threads) as bench:
-        seen = set()
-        for cuts in ([], [20], [300], [40, 90, 350], [1, 33, 66, 322], list(range(32, n, 32))):
-            bench.seat(0, ids)
-            logits = bench.prefill(0, cuts)
-            seen.add((logits.tobytes(), snapshot(bench, 0, n)))
-            bench.leave(0)
+    ids = np.random.default_rng(5).integers(0, shape.vocab, n).tolist()
+    for dtype in DTYPES.values():
+        weights, seen = random_weights(shape, dtype), set()
+        for threads in (1, 2, 16):
+            with Bench(
+                shape, weights, level=level, rows=1, model_len=672, n_pages=21, step_tokens=640, threads=threads
+            ) as bench:
+                for cuts in ([], [20], [300], [40, 90, 350], [1, 33, 66, 322]):
+                    bench.seat(0, ids)
+                    logits = bench.prefill(0, cuts)
+                    seen.add((logits.tobytes(), snapshot(bench, 0, n)))
+                    bench.leave(0)
         assert len(seen) == 1
 
 

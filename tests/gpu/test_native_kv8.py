@@ -111,7 +111,7 @@ def test_logits_are_near_the_float_reference(case: tuple) -> None:
     assert off["auto"] / 2 < off["int8"] < 0.02  # of the logits' own spread
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS[:-1])
 def test_levels_without_whole_numbers_on_tiles_agree_with_those_that_have_them(level: str) -> None:
     shape = SHAPES["gqa3"]
     weights, ids = random_weights(shape, BF16), list(range(90))

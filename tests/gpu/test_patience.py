@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zl.gpu.patience import FORGET, SLACK, Patience
+from zl.gpu.patience import FORGET, MOST_S, SLACK, Patience
 
 MS = 1_000_000
 
@@ -24,6 +24,12 @@ def test_short_steps_do_not_make_a_long_one_look_endless():
         patience.landed(1, 10 * MS)  # ten times as long a token: they wait for the weights
     assert patience.limit_s(512) == SLACK * 512 * 80 * MS / 128 / 1e9
     assert patience.limit_s(1) < 1.5
+
+
+def test_nothing_may_take_for_ever():
+    patience = Patience()
+    patience.landed(1, 3_600_000 * MS)
+    assert patience.limit_s(1) == MOST_S
 
 
 def test_one_long_step_is_forgotten():

@@ -84,7 +84,7 @@ class LoopCounters:
     decode_tokens: int = 0
     prefill_tokens: int = 0
     turned_at: float = field(default_factory=time.monotonic)  # newest sign of progress: a turn, or a step that ended
-    patience_s: float = 0.0  # how long the newest step may take before it counts as stuck
+    patience_s: float = 0.0  # how long the steps in flight may take before they count as stuck
     times: EngineTimes = field(default_factory=lambda: EngineTimes(time.perf_counter_ns()))
 
     @property
@@ -307,7 +307,8 @@ class GenerationLoop:
         if not n:
             return False
         slot.n_segs[0] = n
-        self.counters.patience_s = self._patience.limit_s(n_decode + n_prefill)
+        before_it = sum(flight.n_decode + flight.n_prefill for flight in self._flights)
+        self.counters.patience_s = self._patience.limit_s(before_it + n_decode + n_prefill)
         launched_ns = time.perf_counter_ns()
         self._times.scheduled(launched_ns)
         seq = self._engine.launch(index)

@@ -12,6 +12,9 @@ SLACK = 4.0
 ENOUGH_TOKENS = 16
 """A step of fewer tells little about the time of a token: it waits for the weights."""
 
+MOST_S = 600.0
+"""Nor more than this: a process that was stopped for an hour has a step of an hour behind it."""
+
 FORGET = 0.95
 """What a step leaves of the longest time before it."""
 
@@ -34,4 +37,4 @@ class Patience:
 
     def limit_s(self, n_tokens: int) -> float:
         """Give the seconds that a step of n_tokens may take; 0 before any has ended."""
-        return SLACK * max(self._longest_ns, n_tokens * self._token_ns) / 1e9
+        return min(SLACK * max(self._longest_ns, n_tokens * self._token_ns) / 1e9, MOST_S)

@@ -16,6 +16,7 @@ import numpy as np
 from zl.errors import DeviceError
 from zl.gpu.device import Device
 from zl.gpu.native.build import have_compiler, pick_level
+from zl.gpu.native.needs import threads_of
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
 from zl.gpu.nvtx import Mark, unmarked
@@ -140,7 +141,7 @@ def open_engine(
     debug_addresses  on CUDA, check before each step that nothing moved which the captured programs point at
     Raises   DeviceError where the CUDA program lacks triton
     """
-    n_threads = threads or len(os.sched_getaffinity(0))
+    n_threads = threads_of(threads)
     if isinstance(weights, Packed) or program_of(device.kind, level) != "torch":
         engine = _native(model, weights, dtype, columns, slots, shapes.n_pages, shapes.step_tokens, n_threads,
                          level, progress, kv)  # fmt: skip
@@ -218,7 +219,7 @@ def pack(
     """Write the weights of a model as the native step of `level` wants them, for `Packed` to name."""
     shapes = Shapes(max_rows=1, max_model_len=max_model_len)
     columns, slots = RowColumns(shapes), [StepSlot(shapes) for _ in range(N_SLOTS)]
-    n_threads = len(os.sched_getaffinity(0))
+    n_threads = threads_of(0)
     engine = _native(source.shape, source, dtype, columns, slots, 1, 2, n_threads, level, progress)
     try:
         engine.export(out)

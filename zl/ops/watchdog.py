@@ -17,7 +17,7 @@ from zl.ops.notify import Notifier
 log = logging.getLogger("zl")
 
 LOOK_S = 0.25
-"""Time between two looks: with health.STALL_S, a stall is known within 2 s."""
+"""Time between two looks: with health.STALL_S, a stall is known within 2 s where steps are short."""
 
 
 class Timer(Protocol):

@@ -7,6 +7,8 @@
 // Tiles: 0-3 sums, 4 and 5 bytes of queries or weights, 6 keys or values; few are live (tile.hpp). Up to eight queries
 // have both bytes in one tile (Pair 1), else the low ones have their own (Pair 2).
 #pragma once
+#include <cmath>
+
 #include "kv8.hpp"
 
 #ifdef ZL_AMX

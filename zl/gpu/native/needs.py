@@ -6,6 +6,7 @@ State: none. Refuses torch, rows, net and asyncio.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,10 +16,15 @@ from zl.errors import CapacityError
 from zl.gpu.native import abi
 from zl.gpu.native.build import library
 from zl.gpu.native.packed import Packed, read_head
-from zl.shapes import PAGE, ModelShape, Shapes
+from zl.shapes import MAX_THREADS, PAGE, ModelShape, Shapes
 
 Blocks = Callable[[str], tuple[str, np.ndarray] | None]
 """Gives a tensor's quantised blocks, as WeightSource.blocks does."""
+
+
+def threads_of(asked: int) -> int:
+    """Settle the number of compute threads: as asked, or with 0 one for each core that this process may use."""
+    return asked or min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 class Needs(NamedTuple):

@@ -53,9 +53,4 @@ inline void rotate(V16& lo, V16& hi, V16 cos, V16 sin) {
     lo = a;
 }
 
-inline void add_to(float* x, const float* c) {
-    vstore(x, vadd(vload(x), vload(c)));
-    vstore(x + 16, vadd(vload(x + 16), vload(c + 16)));
-}
-
 }  // namespace zl

@@ -34,7 +34,7 @@ struct zl_sample_stats {
     float k;  // zl_sample_scale of the row; 0: sums are not needed
     int want_raw;
 };
-inline int zl_sample_stat_room(int vocab) { return (vocab + 2047) / 2048 * 64; }
+static inline int zl_sample_stat_room(int vocab) { return (vocab + 2047) / 2048 * 64; }
 
 // Which program draws a row of these values: the index of a profile in the build's table, or their number: the generic one.
 int zl_sample_program(float temperature, float top_p, float penalty);

@@ -37,7 +37,6 @@ inline V fms(V a, V b, V c) { return _mm512_fmsub_ps(a, b, c); }
 inline V max(V a, V b) { return _mm512_max_ps(a, b); }
 inline Mask greater(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask equal(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-inline Mask not_finite(V a) { return _mm512_cmp_ps_mask(a, _mm512_set1_ps(FLT_MAX), _CMP_NLE_UQ); }  // NaN, +inf
 inline Mask up_to(const int32_t* p, int32_t x) { return _mm512_cmple_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(x)); }
 inline V keep(Mask m, V v) { return _mm512_maskz_mov_ps((__mmask16)m, v); }
 // v * 2^n where n is not below kLowest, else 0; `shifted` is n + kShift.
@@ -124,10 +123,6 @@ inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b
 inline Mask bits(__m256 a, __m256 b) { return (Mask)_mm256_movemask_ps(a) | (Mask)_mm256_movemask_ps(b) << 8; }
 inline Mask greater(V x, V y) { return bits(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)); }
 inline Mask equal(V x, V y) { return bits(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)); }
-inline Mask not_finite(V x) {
-    const __m256 top = _mm256_set1_ps(FLT_MAX);
-    return bits(_mm256_cmp_ps(x.a, top, _CMP_NLE_UQ), _mm256_cmp_ps(x.b, top, _CMP_NLE_UQ));
-}
 inline Mask up_to(const int32_t* p, int32_t x) {
     const __m256i top = _mm256_set1_epi32(x);
     __m256i a = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i*)p), top);
@@ -242,9 +237,6 @@ inline Mask greater(V a, V b) {
 }
 inline Mask equal(V a, V b) {
     return mask([&](int i) { return a.f[i] == b.f[i]; });
-}
-inline Mask not_finite(V a) {
-    return mask([&](int i) { return !(a.f[i] <= FLT_MAX); });
 }
 inline Mask up_to(const int32_t* p, int32_t x) {
     return mask([&](int i) { return p[i] <= x; });

@@ -18,7 +18,7 @@ from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
 from zl.gpu.native.needs import config_of, kinds_of, pool_bytes
 from zl.gpu.native.packed import Packed, body_begin, read_head, write_head
-from zl.shapes import PAGE, ModelShape
+from zl.shapes import INT8_MODEL_LEN, PAGE, ModelShape
 
 if TYPE_CHECKING:
     import torch  # loaded only where tensors are packed: a start from packed weights saves its seconds
@@ -83,6 +83,8 @@ class NativeStep:
         self._lib = abi.load(packed.library if packed is not None else library(self.level))
         self._keep = (columns, list(slots))  # the context holds addresses of their arrays
         self._max_rows, self._model_len = columns.prompt_ids.shape
+        if self.kv == "int8" and self._model_len > INT8_MODEL_LEN:
+            raise ShapeError("max_model_len", self._model_len, f"at most {INT8_MODEL_LEN} with int8 keys and values")
         self._eos = np.array(shape.eos_ids, np.int32)
         self._blocks = blocks if self.dtype == "bfloat16" else None
         self._kinds = read_head(packed.weights)[0] if packed is not None else kinds_of(shape, self._blocks)

@@ -10,7 +10,7 @@
 
 namespace zl {
 
-constexpr int kMaxThreads = 64;
+constexpr int kMaxThreads = 256;  // shapes.MAX_THREADS
 
 // A counter that threads can wait on: spins for a while, then sleeps in the kernel.
 struct alignas(64) Word {
