@@ -47,9 +47,9 @@ inline void prefetch_lines(const char* p) {
 #ifdef ZL_AMX
 // Live tiles. A core has few physical tiles beyond the architectural ones, and its hyperthreads share them: when the sibling
 // (on a shared host, somebody else) uses tiles too, loads and products that find no free one wait for the one before.
-// A tile is live once it is written and until it is zeroed or the configuration is loaded. Measured on Emerald Rapids, ns
-// a product in a loop of two loads and two products or four and four: sibling quiet 7 at any number; sibling busy 14 with
-// 4 live tiles, 15 with 5, 18 with 6 or 7, 27 with all 8. Hence the right operands take turns in one tile.
+// A tile is live once it is written and until it is zeroed or the configuration is loaded. Measured on Emerald Rapids
+// by bench/micro/tiles.py, ns a product: sibling quiet 7 at any number; sibling busy 14 with 4 live tiles, 15 with 5, 20
+// with 7, 29 with all 8. Hence the right operands take turns in one tile.
 //
 // Tiles 0-5 (sums and left operands) of `rows` rows, 6 and 7 (right operands) of 16; all 64 bytes wide.
 struct alignas(64) TileConfig {
