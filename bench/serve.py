@@ -89,7 +89,7 @@ class Subject:
         self.notes |= {"idle_cpu_share": share, "stopped_between_rounds": self.must_pause}
 
     async def rest(self) -> None:
-        """Get out of the next system's way: stopped, or when nothing is left of the work (vLLM burns on for a second)."""
+        """Get out of the way: stopped, or when nothing is left of the work (vLLM burns on for a second)."""
         assert self.server is not None
         if self.must_pause:
             self.server.pause()
