@@ -296,9 +296,8 @@ def test_logits_that_are_not_finite_check_the_program_at_once_and_fail_no_reques
     assert h.guard.counters.beats_failed == 1
 
 
-def test_kv_that_is_not_finite_is_computed_again_from_the_tokens(house):
-    h = house(beat_s=0)
-    before = h.ask(prompts(3), 0, max_new=60)
+def run_and_spoil(h: House, spoil: Callable[[], None]) -> None:
+    """Run three prompts as answers 10 to 12; 30 turns on, let a step fail behind `spoil`; go on to the end."""
     for i, prompt in enumerate(prompts(3)):
         h.submit(10 + i, prompt, max_new=60)
     for _ in range(30):
@@ -306,17 +305,27 @@ def test_kv_that_is_not_finite_is_computed_again_from_the_tokens(house):
     launch = h.native.launch
     done = threading.Event()
 
-    def spoil(slot: int) -> int:
+    def fail(slot: int) -> int:
         h.native.launch = launch
         h.native.settle()
-        h.native.pool()[0][:, h.columns.page_table[:3, :2].ravel()] = np.nan
+        spoil()
         done.set()
         raise RuntimeError("poison")
 
-    h.native.launch = spoil
+    h.native.launch = fail
     while not done.is_set():
         h.turn()
     h.settle()
+
+
+def test_kv_that_is_not_finite_is_computed_again_from_the_tokens(house):
+    h = house(beat_s=0)
+    before = h.ask(prompts(3), 0, max_new=60)
+
+    def spoil() -> None:
+        h.native.pool()[0][:, h.columns.page_table[:3, :2].ravel()] = np.nan
+
+    run_and_spoil(h, spoil)
     assert h.guard.counters.rebuilt_rows == 3
     assert [h.answers[10 + i] for i in range(3)] == before
 
@@ -326,24 +335,11 @@ def test_int8_keys_and_values_outlive_a_retirement(house):
     h = house(beat_s=0, dtype=torch.bfloat16, kv="int8")
     assert h.native.name.endswith("int8 KV")
     before = h.ask(prompts(3), 0, max_new=60)
-    for i, prompt in enumerate(prompts(3)):
-        h.submit(10 + i, prompt, max_new=60)
-    for _ in range(30):
-        h.turn()
-    launch = h.native.launch
-    done = threading.Event()
 
-    def spoil(slot: int) -> int:
-        h.native.launch = launch
-        h.native.settle()
+    def spoil() -> None:
         h.native.pool()[0][:, h.columns.page_table[0, 0]].view(np.uint16)[..., :5] = 0x7FC0
-        done.set()
-        raise RuntimeError("poison")
 
-    h.native.launch = spoil
-    while not done.is_set():
-        h.turn()
-    h.settle()
+    run_and_spoil(h, spoil)
     assert h.guard.counters.rebuilt_rows == 1
     assert all(len(h.answers[10 + i]) == 60 and h.flags[10 + i] == LENGTH for i in range(3))
     h.until(lambda: h.guard.counters.recaptured)
