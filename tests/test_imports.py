@@ -84,6 +84,7 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.programs": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.pacing": {"torch", "numpy", "triton", "asyncio", "zl.net", "zl.rows", "zl.dispatch"},
     "zl.gpu.patience": {"torch", "numpy", "triton", "asyncio", "zl.net", "zl.rows", "zl.dispatch"},
+    "zl.gpu.chunks": {"torch", "triton", "asyncio", "zl.net", "zl.rows", "zl.dispatch"},
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
     "zl.memory": {"triton", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop"},
