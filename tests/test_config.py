@@ -208,6 +208,6 @@ def test_the_guides_example_loads(write):
     [([], "off"), (["--nvtx"], "on"), (["--nvtx", "off"], "off"), (["--nvtx", "--berths", "3"], "on")],
 )
 def test_a_switch_alone_means_on(arguments, nvtx):
-    args = build_parser().parse_args(["serve", *arguments])
+    args = build_parser()[0].parse_args(["serve", *arguments])
     flags = {setting.name: getattr(args, f"set_{setting.name}", None) for setting in SETTINGS}
     assert load(flags, environ={}).nvtx == nvtx

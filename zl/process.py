@@ -29,7 +29,7 @@ from zl.ops.logs import Logs, event
 from zl.ops.notify import Notifier
 from zl.ops.reload import Reloader
 from zl.phases import Phases, since_exec
-from zl.server import Server, open_build
+from zl.server import Server, check_ports, open_build
 
 log = logging.getLogger("zl")
 
@@ -53,6 +53,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     bounds = _bound(settings)
     try:
+        check_ports(settings)
         build = prepare(replace(settings, model=str(model)), model, log.info, phases)
         with phases("weights and KV pool"):
             engine, columns, slots, run_ahead = open_build(build, log.info)

@@ -34,7 +34,7 @@ from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.health import Health, Phase
 from zl.journal import CLOSING_S
 from zl.metrics.collect import Read
-from zl.metrics.http import MetricsServer
+from zl.metrics.http import MetricsServer, check_address
 from zl.metrics.nvml import Nvml, open_nvml
 from zl.metrics.sources import Parts, sources
 from zl.net import codec
@@ -317,6 +317,12 @@ class Server:
             build=(zl.__version__, build.model.name, build.build_id, build.device.name, self.engine.name),
         )
         return sources(parts) | (self._nvml.sources() if self._nvml is not None else {})
+
+
+def check_ports(settings: Settings) -> None:
+    """Refuse, before the model loads, a metrics port that cannot be had. Raises as MetricsServer."""
+    if settings.metrics != "off":
+        check_address(settings.metrics)
 
 
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:

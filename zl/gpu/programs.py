@@ -190,6 +190,7 @@ def _open_cuda(
             f"the CUDA program needs triton ({missing}); install the extra: pip install 'zl[cuda]', or serve with "
             "--device cpu",
             call="import",
+            lasting=True,
         ) from missing
     from zl.gpu import cuda_memory
     from zl.gpu.upload import narrate

@@ -7,6 +7,7 @@ Refuses torch, asyncio and the network.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -16,7 +17,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zl.errors import DeviceError
+from zl.errors import ConfigError, DeviceError, ZlError
+from zl.filehash import cache_root
 
 HERE = Path(__file__).parent
 
@@ -110,6 +112,7 @@ def pick_level(level: str = "auto") -> str:
         f"ZL_CPU_LEVEL={level!r}: this CPU offers {', '.join(levels) or 'no level of the native step'}; "
         "choose one of these, or auto",
         call="pick_level",
+        lasting=True,
     )
 
 
@@ -124,8 +127,7 @@ def compiler_version() -> str:
 
 def cache_dir() -> Path:
     """Name the folder that holds compiled libraries."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "zl" / "native"
+    return cache_root() / "native"
 
 
 def profile_flags() -> list[str]:
@@ -157,23 +159,36 @@ def fingerprint(level: str) -> str:
 def library(level: str) -> Path:
     """Give the path of a level's shared library, compiling it when the cache has none.
 
-    Raises  DeviceError: no compiler, or it refused a source
+    Raises  DeviceError: no compiler, it refused a source, or there is no room
+            ConfigError: the cache is not this user's to write
     """
     folder = cache_dir() / fingerprint(level)
     target = folder / f"zl_native_{level}.so"
     if target.exists():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = _compile(level, Path(work))
-        os.replace(made, target)  # atomic: another process sees all of it or nothing
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = _compile(level, Path(work))
+            os.replace(made, target)  # atomic: another process sees all of it or nothing
+    except OSError as error:
+        raise _unwritable(folder, error) from error
     return target
+
+
+def _unwritable(folder: Path, error: OSError) -> ZlError:
+    """Say why the cache cannot be written: a full disk may have room again at the next start, a right stays lacking."""
+    text = f"cannot write below {folder}: {error.strerror or error}; "
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DeviceError(text + "free some room there, or set XDG_CACHE_HOME to a folder that has it", call="write")
+    return ConfigError(text + "set XDG_CACHE_HOME to a folder that can be written")
 
 
 def _no_compiler() -> DeviceError:
     return DeviceError(
-        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine", call="g++"
-    )
+        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
+        call="g++", lasting=True,
+    )  # fmt: skip
 
 
 def _compile(level: str, work: Path) -> Path:
@@ -181,9 +196,13 @@ def _compile(level: str, work: Path) -> Path:
     if command is None:
         raise _no_compiler()
     flags = [*_COMMON, *_LEVEL_FLAGS[level], *profile_flags()]
+    # The assembler's input goes into the same folder: one place that has to have room, and that the error names.
+    environ = os.environ | {"TMPDIR": str(work), "LC_ALL": "C"}
 
     def run(arguments: list[str]) -> None:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, env=environ)
+        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if done.returncode:
             raise DeviceError(
                 f"{command} could not build the native step ({level}): {done.stderr.strip()[:2000]}",
