@@ -64,6 +64,7 @@ def test_what_is_no_size(text):
     ("text", "line", "words"),
     [
         ("[limits]\nmax_row = 3\n", 2, ["unknown key 'max_row' in [limits]", "did you mean 'max_rows'?"]),
+        ("[server]\nmax_row = 3\n", 2, ["unknown key 'max_row' in [server]", "did you mean 'max_rows' in [limits]?"]),
         ("[limit]\nmax_rows = 3\n", 1, ["unknown table 'limit'", "did you mean 'limits'?"]),
         ("max_rows = 3\n", 1, ["max_rows belongs in the table [limits]"]),
         ("[server]\n\nmax_rows = 3\n", 3, ["max_rows belongs in the table [limits], not in [server]"]),

@@ -256,10 +256,12 @@ def test_names_and_paths_are_located(tmp_path, monkeypatch):
     (cache_folder() / MODELS[name].file).touch()
     assert locate(name) == cache_folder() / MODELS[name].file
     assert locate(str(tmp_path)) == tmp_path
-    with pytest.raises(ConfigError, match=f"no file or folder.*{name}"):
-        locate("smollm")
-    with pytest.raises(ModelError, match=name):
-        fetch("smollm", cache=tmp_path)
+    for other in ("smollm", "Qwen/Qwen2.5-0.5B", "https://host/model.gguf"):
+        with pytest.raises(ConfigError, match=f"no file or folder.*{name}; zl fetches no other: download it"):
+            locate(other)
+        with pytest.raises(ModelError, match=f"{name}; zl fetches no other: download it") as refused:
+            fetch(other, cache=tmp_path)
+        assert refused.value.exit_status == 2
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", "/h")
     assert cache_folder() == Path("/h/.cache/zl/models")

@@ -58,6 +58,8 @@ MODELS: Mapping[str, NamedModel] = MappingProxyType(
 )
 """The models that `zl pull` knows, by name."""
 
+_ANY_OTHER = "zl fetches no other: download it (a GGUF file or a Hugging Face folder) and give its path"
+
 Resolver = Callable[[NamedModel], str]
 
 
@@ -76,7 +78,7 @@ def known(name: str) -> NamedModel:
     Raises  ModelError: no such name; the text lists those that there are
     """
     if name not in MODELS:
-        raise ModelError(f"no model is called {name!r}: zl pull knows {', '.join(MODELS)}; give a path for any other")
+        raise ModelError(f"no model is called {name!r}: zl pull knows {', '.join(MODELS)}; {_ANY_OTHER}")
     return MODELS[name]
 
 
@@ -90,7 +92,9 @@ def locate(model: str, *, cache: Path | None = None) -> Path | None:
         return path if path.is_file() else None
     path = Path(model).expanduser()
     if not path.exists():
-        raise ConfigError(f"model {model!r}: no file or folder, nor a name that zl pull knows: {', '.join(MODELS)}")
+        raise ConfigError(
+            f"model {model!r}: no file or folder, nor a name that zl pull knows: {', '.join(MODELS)}; {_ANY_OTHER}"
+        )
     return path
 
 

@@ -182,7 +182,8 @@ class Server:
         if self._stop.is_set():
             self._hurry = True
             return
-        event(log, logging.INFO, "draining", in_flight=self.service.in_flight, deadline_s=self._drain_s)
+        event(log, logging.INFO, "draining", in_flight=self.service.in_flight, deadline_s=self._drain_s,
+              second_signal="ends at once")  # fmt: skip
         self._notifier.stopping(f"draining {self.service.in_flight} requests", extend_s=self._drain_s + CLOSE_S)
         self._stop.set()
 

@@ -35,6 +35,12 @@ class Bound:
     name: str
     owned_path: str = ""
 
+    @property
+    def ip(self) -> str:
+        """The IP address that it is bound to; "" for a Unix socket."""
+        tcp = self.sock.family in (socket.AF_INET, socket.AF_INET6)
+        return str(self.sock.getsockname()[0]) if tcp else ""
+
 
 def bind(address: Address) -> Bound:
     """Bind one address and listen on it.

@@ -145,7 +145,7 @@ def fingerprint(level: str) -> str:
     """Hash everything that decides the library of a level: sources, flags, compiler. Part of `build_id`."""
     command = compiler()
     if command is None:
-        raise _no_compiler()
+        raise no_compiler()
     digest = hashlib.sha256()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
     for part in (version, *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
@@ -184,7 +184,8 @@ def _unwritable(folder: Path, error: OSError) -> ZlError:
     return ConfigError(text + "set XDG_CACHE_HOME to a folder that can be written")
 
 
-def _no_compiler() -> DeviceError:
+def no_compiler() -> DeviceError:
+    """Make the error of a native program that was asked for and that nothing here can compile."""
     return DeviceError(
         "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
         call="g++", lasting=True,
@@ -194,7 +195,7 @@ def _no_compiler() -> DeviceError:
 def _compile(level: str, work: Path) -> Path:
     command = compiler()
     if command is None:
-        raise _no_compiler()
+        raise no_compiler()
     flags = [*_COMMON, *_LEVEL_FLAGS[level], *profile_flags()]
     # The assembler's input goes into the same folder: one place that has to have room, and that the error names.
     environ = os.environ | {"TMPDIR": str(work), "LC_ALL": "C"}
