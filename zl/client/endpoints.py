@@ -51,7 +51,11 @@ def failure(tried: list[Target], error: OSError, ca_file: str = "") -> Connectio
             if (found := explain(address, error, ca_file)) is not None:
                 return found
     where = " nor ".join(str(address) for address in tried)
-    reason = "no answer in time" if isinstance(error, TimeoutError) else (error.strerror or str(error))
+    reason = error.strerror or str(error)
+    if isinstance(error, TimeoutError):
+        reason = "no answer in time"
+    elif error.errno is not None and error.errno > 0:  # the system's; names that are not found have negative ones
+        reason = os.strerror(error.errno)  # asyncio puts words of its own into strerror
     return ConnectionFailed(f"cannot connect to {where}: {reason}; is a server running there? (zl serve)")
 
 
