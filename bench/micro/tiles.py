@@ -13,7 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from zl.gpu.native.build import compiler, runs
+from zl.compiled import compiler
+from zl.gpu.native.build import runs
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

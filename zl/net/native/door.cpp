@@ -1,0 +1,126 @@
+// The door from Python to request.hpp: hands out a builtin function, since a call through ctypes costs more than parsing.
+//
+// A Request is made as its type's own allocator makes it, and each slot is set through the member descriptor that Python
+// made for it: what `Request(...)` does, without the interpreter's frame. The caller holds the interpreter's lock.
+#include <cstdlib>
+
+#include "cpython.hpp"
+#include "request.hpp"
+
+namespace {
+
+constexpr Py_ssize_t kSlots = 19;  // of messages.Request; library.py compares their names
+
+struct Maker {
+    zl::wire::Limits limits;
+    PyObject* type;
+    PyObject* members[kSlots];
+    descrsetfunc set;
+};
+
+PyObject* bytes_of(zl::wire::Bytes field) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(field.data), static_cast<Py_ssize_t>(field.size));
+}
+
+PyObject* list_of(const zl::wire::Bytes* fields, uint32_t n) {
+    PyObject* list = PyList_New(n);
+    for (uint32_t i = 0; list && i < n; ++i) {
+        PyObject* item = bytes_of(fields[i]);
+        if (!item || PyList_SetItem(list, i, item)) {
+            Py_DecRef(list);
+            return nullptr;
+        }
+    }
+    return list;
+}
+
+PyObject* none() {
+    Py_IncRef(&_Py_NoneStruct);
+    return &_Py_NoneStruct;
+}
+
+PyObject* micro(bool present, uint32_t value) { return present ? PyFloat_FromDouble(value / 1e6) : none(); }
+
+// Fills the slots of a new Request one after another; after a failure it takes no more and gives nullptr.
+class Filler {
+  public:
+    explicit Filler(const Maker& maker) : maker_(maker), request_(PyType_GenericAlloc(maker.type, 0)) {}
+
+    Filler& operator<<(PyObject* value) {
+        if (!value || !request_ || maker_.set(maker_.members[at_++], request_, value)) {
+            if (request_) Py_DecRef(request_);
+            request_ = nullptr;
+        }
+        if (value) Py_DecRef(value);
+        return *this;
+    }
+
+    Filler& operator<<(uint64_t value) { return *this << PyLong_FromUnsignedLongLong(value); }
+
+    PyObject* request() const { return request_; }
+
+  private:
+    const Maker& maker_;
+    PyObject* request_;
+    Py_ssize_t at_ = 0;
+};
+
+PyObject* decode(PyObject* self, PyObject* payload) {
+    const auto* maker = static_cast<const Maker*>(PyCapsule_GetPointer(self, nullptr));
+    Py_buffer view;
+    if (!maker || PyObject_GetBuffer(payload, &view, kPyBUF_SIMPLE)) return nullptr;
+    zl::wire::Request found;
+    PyObject* request;
+    if (zl::wire::read(static_cast<const uint8_t*>(view.buf), static_cast<size_t>(view.len), maker->limits, found)) {
+        Filler fill(*maker);
+        fill << found.request_id << uint64_t{0} << uint64_t{found.encoding} << bytes_of(found.system)
+             << list_of(found.turns, found.n_turns) << bytes_of(found.context)
+             << micro(found.has_temperature, found.temperature) << micro(found.has_top_p, found.top_p)
+             << micro(found.has_penalty, found.penalty) << uint64_t{found.max_tokens} << uint64_t{found.type}
+             << (found.has_seed ? PyLong_FromUnsignedLongLong(found.seed) : none())
+             << list_of(found.stops, found.n_stops) << uint64_t{found.deadline_ms} << PyBool_FromLong(found.ignore_eos)
+             << PyBool_FromLong(found.logprobs) << bytes_of(found.auth_token) << uint64_t{0} << uint64_t{0};
+        request = fill.request();
+    } else {
+        request = none();
+    }
+    PyBuffer_Release(&view);
+    return request;
+}
+
+void free_maker(PyObject* capsule) {
+    auto* maker = static_cast<Maker*>(PyCapsule_GetPointer(capsule, nullptr));
+    for (PyObject* member : maker->members) Py_DecRef(member);
+    Py_DecRef(maker->type);
+    std::free(maker);
+}
+
+PyMethodDef decode_def = {
+    "decode_valid", decode, kMETH_O,
+    "Take a payload (any contiguous buffer); return the Request that it surely is, checked, or None: not sure."};
+
+}  // namespace
+
+// Make the decoder of one Request class. members: a tuple of its slots' descriptors, in order. NULL: an exception is
+// set, or there are not as many slots, or they cannot be set.
+extern "C" __attribute__((visibility("default"))) PyObject* zl_decoder(PyObject* type, PyObject* members,
+                                                                       const zl::wire::Limits* limits) {
+    if (PyTuple_Size(members) != kSlots) return none();
+    auto* maker = static_cast<Maker*>(std::calloc(1, sizeof(Maker)));
+    if (!maker) return PyErr_NoMemory();
+    PyObject* kind = PyObject_Type(PyTuple_GetItem(members, 0));
+    maker->set = reinterpret_cast<descrsetfunc>(PyType_GetSlot(kind, kTpDescrSet));
+    Py_DecRef(kind);  // the members hold it
+    maker->limits = *limits;
+    maker->type = type;
+    Py_IncRef(type);
+    for (Py_ssize_t i = 0; i < kSlots; ++i) {
+        maker->members[i] = PyTuple_GetItem(members, i);
+        Py_IncRef(maker->members[i]);
+    }
+    PyObject* capsule = PyCapsule_New(maker, nullptr, free_maker);
+    if (!capsule) return nullptr;
+    PyObject* function = PyCFunction_NewEx(&decode_def, capsule, nullptr);
+    Py_DecRef(capsule);
+    return function;
+}
