@@ -40,7 +40,7 @@ from zl.metrics.sources import Parts, sources
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
-from zl.net.native.library import open_decoder
+from zl.net.native.library import decoder_if_possible
 from zl.net.protocol import Net
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
@@ -132,7 +132,7 @@ class Server:
             arena=self.arena,
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
-            decode=_decoder(),
+            decode=decoder_if_possible(log.info),
         )
         self._access = self._open_access()
         self._audit = self._open_audit()
@@ -319,15 +319,6 @@ class Server:
             build=(zl.__version__, build.model.name, build.build_id, build.device.name, self.engine.name),
         )
         return sources(parts) | (self._nvml.sources() if self._nvml is not None else {})
-
-
-def _decoder() -> codec.Decoder | None:
-    """Open the native decoder of requests; where that cannot be, protobuf reads all of them."""
-    try:
-        return open_decoder()
-    except (DeviceError, OSError) as error:
-        log.info("requests are read without native code, a few microseconds slower each: %s", error)
-        return None
 
 
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:

@@ -29,6 +29,7 @@ from zl.gpu.pinned import RowColumns
 from zl.gpu.weights import open_model
 from zl.health import Health
 from zl.net import codec, schema_pb2
+from zl.net.native.library import open_decoder
 from zl.pages import PageBooks
 from zl.policy import Policy
 from zl.rows import Rows, Ticket
@@ -84,13 +85,19 @@ class Glue:
         self.request = codec.decode_request(self.payload)
         self.request.max_tokens = 1 << 10
         self._token = next(i for i, piece in enumerate(TokenTable(words).pieces) if piece == b" word")
+        self._decode = open_decoder()
         self._n = 0
 
     def _seated(self, ticket: Ticket, _prefix: Any, _prompt_len: int, _program: int) -> None:
         self._tickets.append(ticket)
 
     def parse(self) -> None:
-        """Payload to checked request."""
+        """Payload to checked request, as `net.session` has it done."""
+        if self._decode(self.payload) is None:
+            raise RuntimeError("the native decoder left a valid request to protobuf")
+
+    def parse_by_codec(self) -> None:
+        """Payload to checked request, without native code: what is not an ordinary valid request."""
         codec.check_request(codec.decode_request(self.payload))
 
     def parse_bytes_only(self) -> None:
@@ -199,6 +206,7 @@ def time_ns(work: Callable[[], object], n: int) -> float:
 PAIRS = (
     # what, zl's operation, vLLM's, operations a round, divide zl's by
     ("parse and validate a request", "parse", "parse", 2_000, 1),
+    ("… without native code (protobuf, checks in Python)", "parse_by_codec", "parse", 2_000, 1),
     ("… the parser alone (protobuf, json)", "parse_bytes_only", "json", 5_000, 1),
     ("prompt tokens of 60 new words", "prompt", "prompt", 500, 1),
     ("request to seated row, prompt included", "admit", None, 500, 1),

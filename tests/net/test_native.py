@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import logging
 import subprocess
 import sys
 import tracemalloc
@@ -18,14 +17,13 @@ from hypothesis import strategies as st
 
 from tests.tools.mutants import mutants
 from zl.compiled import compiler
-from zl.errors import DeviceError, FrameError, RequestError
+from zl.errors import DeviceError, FrameError, InvariantError, RequestError
 from zl.net import codec, schema_pb2
 from zl.net.frames import FrameDecoder, Payload, frame
 from zl.net.messages import Operation, Request
 from zl.net.native import library
-from zl.net.native.library import HERE, SLOTS, limits, open_decoder
+from zl.net.native.library import HERE, SLOTS, decoder_if_possible, limits, open_decoder
 from zl.net.session import Session, Submit
-from zl.server import _decoder
 from zl.shapes import MANY_MESSAGES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
 
 VECTORS = Path(__file__).parent.parent / "data" / "vectors"
@@ -304,7 +302,7 @@ def test_a_hundred_thousand_requests_leave_nothing():
     good = request(system_prompt=b"s" * 700, messages=[b"m" * 300, b"", b"x" * 300], stop=[b"a", b"bc"], seed=2**60,
                    temperature=1, top_p=999_999, request_id=2**50, max_tokens=12_345, deadline_ms=70_000)  # fmt: skip
     bad = good + b"\x30"
-    shared = (good, bad, Request, None, True, False, decode, *(vars(Request)[name] for name in SLOTS))
+    shared = (good, bad, Request, None, True, False, decode, 0, 1, b"")
 
     def work(n: int) -> None:
         for _ in range(n):
@@ -343,24 +341,34 @@ def test_before_hello_a_valid_request_is_refused_all_the_same():
         assert codec.decode_response(first.data[4:]).error.code.name == "UNAUTHENTICATED"
 
 
-def test_without_a_compiler_protobuf_serves_and_one_line_says_so(monkeypatch, tmp_path, caplog):
+def test_without_a_compiler_protobuf_serves_and_one_line_says_so(monkeypatch, tmp_path):
+    said = []
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert _decoder() is not None  # in the cache: no compiler is needed
+    assert decoder_if_possible(said.append) is not None  # in the cache: no compiler is needed
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level(logging.INFO, "zl"):
-        assert _decoder() is None
-    assert len(caplog.records) == 1
-    assert "g++" in caplog.text
+    assert decoder_if_possible(said.append) is None
+    assert len(said) == 1
+    assert "g++" in said[0]
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     monkeypatch.delenv("CXX")
-    assert _decoder() is None
+    assert decoder_if_possible(said.append) is None
+    assert len(said) == 2
 
 
 def test_other_interpreters_are_refused(monkeypatch):
     monkeypatch.setattr(library.sys, "abiflags", "t")
     with pytest.raises(DeviceError, match="CPython"):
+        open_decoder()
+
+
+def test_a_layout_that_it_does_not_know_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "decode_request", lambda payload: Request())
+    with pytest.raises(DeviceError, match="lays out"):
+        open_decoder()
+    monkeypatch.setattr(library, "SLOTS", SLOTS[1:])
+    with pytest.raises(InvariantError, match="slots"):
         open_decoder()
 
 

@@ -29,8 +29,6 @@ struct PyMethodDef {
     const char* doc;
 };
 
-using descrsetfunc = int (*)(PyObject* descriptor, PyObject* object, PyObject* value);
-
 extern PyObject _Py_NoneStruct;
 
 void Py_IncRef(PyObject*);
@@ -38,7 +36,6 @@ void Py_DecRef(PyObject*);
 int PyObject_GetBuffer(PyObject*, Py_buffer*, int flags);
 void PyBuffer_Release(Py_buffer*);
 PyObject* PyObject_Type(PyObject*);
-void* PyType_GetSlot(PyObject* type, int slot);
 PyObject* PyType_GenericAlloc(PyObject* type, Py_ssize_t);
 PyObject* PyBool_FromLong(long);
 PyObject* PyBytes_FromStringAndSize(const char*, Py_ssize_t);
@@ -55,6 +52,5 @@ PyObject* PyErr_NoMemory();
 
 }  // extern "C"
 
-constexpr int kPyBUF_SIMPLE = 0;    // PyBUF_SIMPLE
-constexpr int kMETH_O = 0x0008;     // METH_O
-constexpr int kTpDescrSet = 55;     // Py_tp_descr_set, typeslots.h
+constexpr int kPyBUF_SIMPLE = 0;  // PyBUF_SIMPLE
+constexpr int kMETH_O = 0x0008;   // METH_O

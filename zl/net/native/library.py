@@ -14,14 +14,15 @@ import ctypes
 import hashlib
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import MemberDescriptorType
+from typing import Any
 
 from zl.compiled import cache_dir, shared_library
 from zl.errors import DeviceError, InvariantError
-from zl.net.codec import MAX_PENALTY, MAX_TEMPERATURE, MICRO, Decoder
+from zl.net.codec import MAX_PENALTY, MAX_TEMPERATURE, MICRO, Decoder, decode_request, encode_request
 from zl.net.messages import Encoding, Request, RequestType
-from zl.shapes import MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
+from zl.shapes import HEADER_BYTES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
 
 HERE = Path(__file__).parent
 
@@ -35,6 +36,13 @@ SLOTS = (
     "read_ns", "parse_ns",
 )  # fmt: skip
 """The order in which door.cpp fills a `Request`."""
+
+
+# A request with something else in each field: what comes out of a new decoder is compared with protobuf's.
+_PROOF = encode_request(
+    request_id=1, messages=["turn", "", "end"], system="system", context="context", temperature=2, top_p=0.5,
+    repetition_penalty=4, max_tokens=5, type=1, seed=6, stop=["stop"], deadline_ms=7, logprobs=True, auth_token="token",
+)[HEADER_BYTES:]  # fmt: skip
 
 
 class Limits(ctypes.Structure):
@@ -74,13 +82,22 @@ def open_decoder() -> Decoder:
         raise DeviceError(f"the wire's native code needs CPython on 64 bits with its lock, not {sys.version}")
     if Request.__slots__ != SLOTS:
         raise InvariantError(f"door.cpp fills other slots than Request has: {Request.__slots__}")
-    members = tuple(vars(Request)[name] for name in SLOTS)
-    if not all(isinstance(member, MemberDescriptorType) for member in members):
-        raise InvariantError("a slot of Request has no member descriptor")
     make = ctypes.PyDLL(str(path())).zl_decoder
     make.restype = ctypes.py_object
-    make.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.POINTER(Limits)]
-    decoder: Decoder | None = make(Request, members, ctypes.byref(limits()))
-    if decoder is None:
-        raise InvariantError("door.cpp counts other slots than library.py")
+    make.argtypes = [ctypes.py_object, ctypes.c_ssize_t, ctypes.py_object, ctypes.POINTER(Limits)]
+    values = tuple(object() for _ in SLOTS)
+    sample: Any = Request(*values)  # type: ignore[arg-type]
+    n_words = Request.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)
+    decoder: Decoder | None = make(sample, n_words, values, ctypes.byref(limits()))
+    if decoder is None or decoder(_PROOF) != decode_request(_PROOF):
+        raise DeviceError(f"the wire's native code does not know how this interpreter lays out objects: {sys.version}")
     return decoder
+
+
+def decoder_if_possible(say: Callable[[str], None]) -> Decoder | None:
+    """Load the decoder; where that cannot be, say why in one line: protobuf then reads every request."""
+    try:
+        return open_decoder()
+    except (DeviceError, OSError) as error:
+        say(f"requests are read without native code, a few microseconds slower each: {error}")
+        return None
