@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.tools.mutants import mutants
@@ -22,7 +22,7 @@ from zl.net import codec, schema_pb2
 from zl.net.frames import FrameDecoder, Payload, frame
 from zl.net.messages import Operation, Request
 from zl.net.native import library
-from zl.net.native.library import HERE, SLOTS, decoder_if_possible, limits, open_decoder
+from zl.net.native.library import HERE, SLOTS, code_if_possible, limits, open_code
 from zl.net.session import Session, Submit
 from zl.shapes import MANY_MESSAGES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
 
@@ -38,7 +38,7 @@ STREAMS += [
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 
-decode = open_decoder()
+decode, encode_token = open_code()
 
 
 def by_codec(payload: bytes, max_messages: int | None = None) -> Request | None:
@@ -341,35 +341,77 @@ def test_before_hello_a_valid_request_is_refused_all_the_same():
         assert codec.decode_response(first.data[4:]).error.code.name == "UNAUTHENTICATED"
 
 
+I32, FLOATS = st.integers(-(2**31), 2**31 - 1), st.floats() | st.floats(width=32)
+
+
+@given(U64 | st.integers(0, 300), I32, st.binary(max_size=300), st.none() | FLOATS, st.none() | U64)
+@example(2**64 - 1, -1, b"t" * 70_000, -0.0, 2**64 - 1)
+@example(0, 0, b"", None, 0)
+@example(127, 128, b"x" * 127, 1e300, 1)
+def test_a_tokens_frame_is_protobufs_to_the_byte(request_id, token_id, text, logprob, seed):
+    made = encode_token(request_id, token_id, text, logprob, seed)
+    assert made == codec.encode_token(request_id, token_id, text, logprob, seed)
+    assert type(made) is bytes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (-1, 0, b"", None, None), (2**64, 0, b"", None, None), (0, 2**31, b"", None, None),
+        (0, -(2**31) - 1, b"", None, None), (0, 2**63, b"", None, None), (0, 0, "text", None, None),
+        (0, 0, b"", "1", None), (0, 0, b"", None, -1), (None, 0, b"", None, None), (0, 0, b"", None), (),
+    ],
+)  # fmt: skip
+def test_what_fits_no_frame_raises(wrong):
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        encode_token(*wrong)
+
+
+def test_a_hundred_thousand_frames_leave_nothing():
+    arguments = (2**50, 40_000, b"text" * 100, -1.5, 2**60)
+    encode_token(*arguments)
+    counts = [*map(sys.getrefcount, arguments)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(100_000):
+            encode_token(*arguments)
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert after - before < 10_000
+    assert [*map(sys.getrefcount, arguments)] == counts
+
+
 def test_without_a_compiler_protobuf_serves_and_one_line_says_so(monkeypatch, tmp_path):
     said = []
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert decoder_if_possible(said.append) is not None  # in the cache: no compiler is needed
+    assert code_if_possible(said.append).decode is not None  # in the cache: no compiler is needed
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert decoder_if_possible(said.append) is None
+    assert code_if_possible(said.append) == (None, codec.encode_token)
     assert len(said) == 1
     assert "g++" in said[0]
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     monkeypatch.delenv("CXX")
-    assert decoder_if_possible(said.append) is None
+    assert code_if_possible(said.append) == (None, codec.encode_token)
     assert len(said) == 2
 
 
 def test_other_interpreters_are_refused(monkeypatch):
     monkeypatch.setattr(library.sys, "abiflags", "t")
     with pytest.raises(DeviceError, match="CPython"):
-        open_decoder()
+        open_code()
 
 
 def test_a_layout_that_it_does_not_know_is_refused(monkeypatch):
     monkeypatch.setattr(library, "decode_request", lambda payload: Request())
     with pytest.raises(DeviceError, match="lays out"):
-        open_decoder()
+        open_code()
     monkeypatch.setattr(library, "SLOTS", SLOTS[1:])
     with pytest.raises(InvariantError, match="slots"):
-        open_decoder()
+        open_code()
 
 
 def test_the_parser_under_sanitizers_reads_nothing_beside_the_payload(tmp_path):

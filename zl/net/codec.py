@@ -41,6 +41,9 @@ Decoder = Callable[[bytes | bytearray | memoryview], Request | None]
 """Takes a payload; gives the GENERATE request that it is where it surely passes `check_request` (of any number of
 turns), else None: `decode_request` and `check_request` decide. It refuses nothing (zl/net/native/library.py)."""
 
+TokenEncoder = Callable[[int, int, bytes, float | None, int | None], bytes]
+"""`encode_token`, or the native code that makes the same bytes."""
+
 _LAST_OPERATION, _LAST_ENCODING, _LAST_TYPE = (len(kind) - 1 for kind in (Operation, Encoding, RequestType))
 
 
@@ -238,6 +241,11 @@ def encode_tokens(
     return _framed(
         schema_pb2.Response(request_id=request_id, token_ids=token_ids, text=text, logprobs=logprobs, seed=seed)
     )
+
+
+def encode_token(request_id: int, token_id: int, text: bytes, logprob: float | None, seed: int | None) -> bytes:
+    """Make the frame of one new token, the most frequent of all; None: not asked for, not a request's first frame."""
+    return encode_tokens(request_id, [token_id], text, None if logprob is None else [logprob], seed)
 
 
 def encode_last(

@@ -22,14 +22,18 @@ struct Py_buffer {
     void* internal;
 };
 
+using PyCFunction = PyObject* (*)(PyObject* self, PyObject* argument);
+
 struct PyMethodDef {
     const char* name;
-    PyObject* (*method)(PyObject* self, PyObject* argument);
+    PyCFunction method;
     int flags;
     const char* doc;
 };
 
 extern PyObject _Py_NoneStruct;
+extern PyObject* PyExc_TypeError;
+extern PyObject* PyExc_ValueError;
 
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
@@ -48,9 +52,17 @@ PyObject* PyTuple_GetItem(PyObject*, Py_ssize_t);  // borrowed
 PyObject* PyCapsule_New(void*, const char* name, void (*destructor)(PyObject*));
 void* PyCapsule_GetPointer(PyObject*, const char* name);
 PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module);
+char* PyBytes_AsString(PyObject*);
+int PyBytes_AsStringAndSize(PyObject*, char**, Py_ssize_t*);
+double PyFloat_AsDouble(PyObject*);
+long PyLong_AsLong(PyObject*);
+unsigned long long PyLong_AsUnsignedLongLong(PyObject*);
 PyObject* PyErr_NoMemory();
+PyObject* PyErr_Occurred();
+void PyErr_SetString(PyObject* kind, const char*);
 
 }  // extern "C"
 
 constexpr int kPyBUF_SIMPLE = 0;  // PyBUF_SIMPLE
 constexpr int kMETH_O = 0x0008;   // METH_O
+constexpr int kMETH_FASTCALL = 0x0080;  // METH_FASTCALL, without keywords

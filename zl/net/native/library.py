@@ -1,7 +1,8 @@
-"""Compile, load and open the wire's native code: a decoder of valid requests, as a builtin function.
+"""Compile, load and open the wire's native code, as builtin functions: a decoder of valid requests, `encode_token`.
 
-It is a shortcut, never a second truth: it returns a `Request` only where `codec.decode_request` would return an equal
-one that passes `codec.check_request`, and None wherever it is not sure: the caller then asks codec, which decides.
+The decoder is a shortcut, never a second truth: it returns a `Request` only where `codec.decode_request` would return
+an equal one that passes `codec.check_request`, and None wherever it is not sure: the caller then asks codec, which
+decides. The encoder makes codec's bytes.
 
 State: one file in the cache folder, named by a hash of sources, flags and machine; the bits of a request do not hang on
 the compiler, so that is not in the name, and a library in the cache needs no compiler any more.
@@ -16,11 +17,20 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zl.compiled import cache_dir, shared_library
 from zl.errors import DeviceError, InvariantError
-from zl.net.codec import MAX_PENALTY, MAX_TEMPERATURE, MICRO, Decoder, decode_request, encode_request
+from zl.net.codec import (
+    MAX_PENALTY,
+    MAX_TEMPERATURE,
+    MICRO,
+    Decoder,
+    TokenEncoder,
+    decode_request,
+    encode_request,
+    encode_token,
+)
 from zl.net.messages import Encoding, Request, RequestType
 from zl.shapes import HEADER_BYTES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
 
@@ -60,6 +70,13 @@ def limits() -> Limits:
     return Limits(len(Encoding), len(RequestType), MAX_MESSAGES, MAX_STOPS, MAX_STOP_BYTES, temperature, MICRO, penalty)
 
 
+class WireCode(NamedTuple):
+    """What a server reads requests and writes tokens with; `decode` None: codec reads them all."""
+
+    decode: Decoder | None
+    encode_token: TokenEncoder
+
+
 def path() -> Path:
     """Give the path of the shared library, compiling it when the cache has none.
 
@@ -72,8 +89,8 @@ def path() -> Path:
     return shared_library("the wire's native code", target, [HERE / "door.cpp"], FLAGS)
 
 
-def open_decoder() -> Decoder:
-    """Load the decoder; it answers in about a microsecond.
+def open_code() -> WireCode:
+    """Load the native code.
 
     Raises  DeviceError: not on this interpreter or machine, no compiler, or it refused a source; OSError: the cache
             cannot be written, or the library not loaded
@@ -82,7 +99,8 @@ def open_decoder() -> Decoder:
         raise DeviceError(f"the wire's native code needs CPython on 64 bits with its lock, not {sys.version}")
     if Request.__slots__ != SLOTS:
         raise InvariantError(f"door.cpp fills other slots than Request has: {Request.__slots__}")
-    make = ctypes.PyDLL(str(path())).zl_decoder
+    library = ctypes.PyDLL(str(path()))
+    make = library.zl_decoder
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.py_object, ctypes.c_ssize_t, ctypes.py_object, ctypes.POINTER(Limits)]
     values = tuple(object() for _ in SLOTS)
@@ -91,13 +109,14 @@ def open_decoder() -> Decoder:
     decoder: Decoder | None = make(sample, n_words, values, ctypes.byref(limits()))
     if decoder is None or decoder(_PROOF) != decode_request(_PROOF):
         raise DeviceError(f"the wire's native code does not know how this interpreter lays out objects: {sys.version}")
-    return decoder
+    library.zl_token_encoder.restype = ctypes.py_object
+    return WireCode(decoder, library.zl_token_encoder())
 
 
-def decoder_if_possible(say: Callable[[str], None]) -> Decoder | None:
-    """Load the decoder; where that cannot be, say why in one line: protobuf then reads every request."""
+def code_if_possible(say: Callable[[str], None]) -> WireCode:
+    """Load the native code; where that cannot be, say why in one line: protobuf then does all the work."""
     try:
-        return open_decoder()
+        return open_code()
     except (DeviceError, OSError) as error:
-        say(f"requests are read without native code, a few microseconds slower each: {error}")
-        return None
+        say(f"requests and tokens pass without native code, a few microseconds slower each: {error}")
+        return WireCode(None, encode_token)
