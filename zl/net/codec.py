@@ -8,7 +8,8 @@ string field is copied once into upb's own memory and once more into the `bytes`
 here refers to the berth after `decode_request` returns. upb offers Python no aliasing that would save the first.
 
 A server reads most requests through native code instead (zl/net/native), which takes only what it is sure to be valid
-and gives the same `Request`. Whatever else comes is decoded, accepted or refused here, and clients know only this.
+and gives the same `Request`. Whatever else comes is decoded, accepted or refused here, and clients know only this. The
+frame of one token is native too, with the bytes of `encode_token`.
 
 Responses: a new message costs about 1.4 µs with serializing, a cleared and reused one 1.1 µs, and bytes put together by
 hand in Python no less than that; 0.3 µs a frame does not buy mutable module state, so messages are made anew.
