@@ -1,8 +1,9 @@
 """The penalty filter's two kinds, measured: `python -m bench.micro.bloom`.
 
 Of the Bloom filter, tokens of the vocabulary that it takes for seen though they are not, by the number of distinct
-tokens seen, for uniform ids and for ids by Zipf's law. Of both kinds, what building, reading and updating costs beside
-a native step; they take turns in one process. The filters are the product's (zl.sampling.filter). State: none.
+tokens seen, for uniform ids, for ids by Zipf's law and, with `--model FILE.gguf --text FILE...`, for real text. Of both
+kinds, what building, reading and updating costs beside a native step; they take turns in one process. The filters are
+the product's (zl.sampling.filter). State: none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -19,12 +21,32 @@ from zl.sampling.filter import BLOOM_WORDS, HASHES, KINDS, Filter
 PENALTY = {"on": 1.1, "off": 1.0, "first": 1.1}
 
 
-def falsely_seen(n_seen: int, vocab: int, rng: np.random.Generator, weights: np.ndarray | None) -> int:
-    """Count the ids that a filter of `n_seen` distinct ids, drawn by their weights, takes for seen wrongly."""
+def falsely_seen(ids: np.ndarray, vocab: int) -> int:
+    """Count the ids that a filter of these distinct ids takes for seen wrongly."""
     form = Filter("bloom", vocab)
     row = np.zeros((1, form.words), np.uint32)
-    form.add(row[0], rng.choice(vocab, n_seen, replace=False, p=weights))
-    return int(np.unpackbits(form.bitmaps(row).view(np.uint8)).sum()) - n_seen
+    form.add(row[0], ids)
+    return int(np.unpackbits(form.bitmaps(row).view(np.uint8)).sum()) - len(ids)
+
+
+def distinct(ids: Sequence[int], n_seen: int) -> Iterator[np.ndarray]:
+    """Cut a text's ids into runs of `n_seen` distinct ones each."""
+    seen: set[int] = set()
+    for token in ids:
+        seen.add(token)
+        if len(seen) == n_seen:
+            yield np.array(sorted(seen))
+            seen.clear()
+
+
+def real_text(model: Path, files: Sequence[Path]) -> tuple[list[int], int]:
+    """Tokenize files, one after another; returns the ids and the vocabulary's size."""
+    from zl.gpu.weights import open_model
+    from zl.text.tokenizer import text_model
+
+    source = open_model(model)
+    text = "\n".join(file.read_text("utf-8", "replace") for file in files)
+    return list(text_model(source).tokenizer.encode(text).ids), source.shape.vocab
 
 
 def expected(n_seen: int, vocab: int) -> float:
@@ -75,21 +97,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.micro.bloom", description=__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[49_152, 151_936])
+    parser.add_argument("--model", type=Path, help="a GGUF file whose tokenizer reads --text")
+    parser.add_argument("--text", type=Path, nargs="+", help="files; counted where the model's vocabulary is")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rows", type=int, default=128, help="of the step that the filters are timed in; 0: not timed")
     parser.add_argument("--tokens", type=int, default=24, help="prompt tokens of each row")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
     rng = np.random.default_rng(1)
+    text, text_vocab = real_text(args.model, args.text) if args.text else ([], 0)
     for vocab in args.vocab:
         sizes = ", ".join(f"{kind} {Filter(kind, vocab).words / 256:.1f} KiB" for kind in KINDS)
         print(f"vocabulary {vocab:,}, of a row: {sizes}")
         zipf = 1 / (np.arange(vocab) + 10.0)
         for n_seen in (100, 500, 1_000, 2_000, 4_000):
-            found = {
-                name: [falsely_seen(n_seen, vocab, rng, weights) for _ in range(args.rounds)]
+            sets = {
+                name: [rng.choice(vocab, n_seen, replace=False, p=weights) for _ in range(args.rounds)]
                 for name, weights in (("uniform", None), ("Zipf", zipf / zipf.sum()))
             }
+            if vocab == text_vocab:
+                sets["text"] = list(distinct(text, n_seen))
+            found = {name: [falsely_seen(ids, vocab) for ids in each] for name, each in sets.items() if each}
             said = ", ".join(f"{name} {np.mean(counts):.1f}, at most {max(counts)}" for name, counts in found.items())
             print(f"  {n_seen:5,} distinct tokens seen, falsely penalised: {said}; by the formula "
                   f"{expected(n_seen, vocab):.1f}")  # fmt: skip
