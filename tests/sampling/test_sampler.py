@@ -112,13 +112,16 @@ def test_every_draw_is_a_kept_token(make_sampler):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", [5, 33, 513, 1000])
+@pytest.mark.parametrize("vocab", [5, 33, 513, 1000, 6000])
 def test_penalty_equals_a_plain_set(make_sampler, vocab, kind):
-    s = make_sampler(vocab)
+    """The set is what was seen; with a Bloom filter, and the tokens that it takes for seen."""
+    s, n_false = make_sampler(vocab), 0
     for i, (rng, x) in enumerate(rows(vocab + 1, vocab, 40)):
         ids, later = rng.integers(0, vocab, rng.integers(0, 2 * vocab)), rng.integers(0, vocab, 2)
         penalty = float(rng.choice([1.1, 1.2, 0.8, 3.0]))
-        y = oracle.penalised(x, oracle.taken_for_seen([*ids, *later], vocab, kind), penalty)
+        seen = oracle.taken_for_seen([*ids, *later], vocab, kind)
+        n_false += len(seen) - len({*ids.tolist(), *later.tolist()})
+        y = oracle.penalised(x, seen, penalty)
         settings = {"temperature": 0.8, "top_p": 0.9, "seed": i}
         words = s.seen(ids, later, kind)
         # Handing in the penalised logits without a penalty must be the same row, bit for bit.
@@ -126,6 +129,7 @@ def test_penalty_equals_a_plain_set(make_sampler, vocab, kind):
         assert s.row(x, seen=words, penalty=penalty)[0] == s.row(y)[0]
         greedy = s.row(x, seen=words, penalty=penalty, temperature=0.0)[0]
         assert greedy == int(np.argmax(y))
+    assert (n_false > 0) == (kind == "bloom" and vocab == 6000)
 
 
 # ---- log probabilities -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// The filter of the repetition penalty in its two kinds, to the bits of zl/sampling/filter.py, which says what they are.
+// The two filters of the repetition penalty, to the bits of zl/sampling/filter.py, which says what they are.
 #include <string.h>
 
 #include "sample.hpp"

@@ -236,8 +236,8 @@ struct Forward {
         float logprob = 0;
         uint8_t flags = 0;
         const uint32_t* bitmap = col.penalty[row] == 1 ? nullptr : drawer.bitmap(seen(row));
-        zl_sample_measured(logits(i), n.vocab, &p.measures[i], bitmap, col.temperature[row], col.top_p[row], col.penalty[row],
-                           col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags);
+        zl_sample_measured(logits(i), n.vocab, &p.measures[i], bitmap, col.temperature[row], col.top_p[row],
+                           col.penalty[row], col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags);
         if (flags & ZL_NUMERIC) {
             token = -1;
             logprob = 0;
