@@ -39,6 +39,7 @@ struct Sizes {
     int layers, hidden, hidden_pad, heads, kv_heads, group, head_dim, half, half_pad, head_pad, ffn, ffn_pad, vocab;
     int kt_hidden, kt_attn, kt_ffn;                      // k tiles
     int nb_qkv, nb_hidden, nb_gate_up, nb_vocab;         // blocks of 32 columns
+    zl_filter filter;                                    // of the tokens seen
     int seen_words, logit_stride, stat_room, rows, model_len, table_width, pages, tokens, tokens_pad;
     size_t elem;                                         // bytes of T
     bool kv8;                                            // keys and values in eight bits; T is bf16
