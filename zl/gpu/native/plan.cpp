@@ -1,4 +1,6 @@
 // The serial head of a step: which segments run, where their tokens lie, what the attention stage will do.
+#include <algorithm>
+
 #include "context.hpp"
 
 namespace zl {
@@ -32,6 +34,49 @@ static void add_segment(zl_context& c, const Segment& s) {
     for (int r = 0; r < s.len * c.n.group; r += 16) p.tiles.emplace_back(id, r);
 }
 
+// The first pages that two decoding rows have in common; never one that either of them writes.
+static int common(const zl_context& c, const Segment& a, const Segment& b) {
+    const int32_t *x = c.table(a.row), *y = c.table(b.row);
+    const int most = std::min(a.start, b.start) / kPage;
+    int n = 0;
+    while (n < most && x[n] == y[n]) n++;
+    return n;
+}
+
+// Puts decoding rows that share their first pages beside each other and cuts them into batches of about equal size,
+// each for one tile of queries. Few rows are left in smaller ones, so that all threads have some.
+static void batch(zl_context& c) {
+    Plan& p = c.at;
+    const int n = (int)p.decodes.size(), each = 4 * c.config.n_threads;
+    int most = std::min(16 / c.n.group, std::max(1, n * c.n.kv_heads / each));
+#ifdef ZL_AMX
+    if (c.n.kv8) most = 1;  // kv8_amx.hpp takes one row
+#endif
+    if (most > 1)
+        std::sort(p.decodes.begin(), p.decodes.end(), [&](int i, int j) {
+            const Segment &a = p.segs[i], &b = p.segs[j];
+            const int same = common(c, a, b), end = std::min(a.start, b.start) / kPage;
+            if (same == end) return std::make_pair(a.start, i) < std::make_pair(b.start, j);
+            return c.table(a.row)[same] < c.table(b.row)[same];
+        });
+    for (int i = 0; i < n;) {
+        int end = i + 1, longest = 0;
+        // A run ends where the next row shares far less than the rows before.
+        for (; most > 1 && end < n; end++) {
+            const int same = common(c, p.segs[p.decodes[end - 1]], p.segs[p.decodes[end]]);
+            if (same == 0 || 2 * same < longest) break;
+            longest = std::max(longest, same);
+        }
+        const int parts = (end - i + most - 1) / most;
+        for (int k = 0; k < parts; k++) {
+            const int first = i + (end - i) * k / parts, last = i + (end - i) * (k + 1) / parts - 1;
+            // Of a sorted run the first and the last row have the least in common.
+            p.batches.push_back({first, last + 1 - first, first < last ? common(c, p.segs[p.decodes[first]], p.segs[p.decodes[last]]) : 0});
+        }
+        i = end;
+    }
+}
+
 // Where the head product puts what it measures of a row's logits, and what is wanted of them.
 static zl_sample_stats measures_of(const zl_context& c, int sample, int row) {
     const zl_columns& col = c.columns;
@@ -48,7 +93,7 @@ void zl_context::plan(int slot) {
     for (double& t : times) t = 0;
     p.slot = &slots[slot];
     p.status = ZL_OK;
-    p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
+    p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.batches.clear(), p.fills.clear(), p.tiles.clear();
     p.samples.clear(), p.measures.clear();
     sampled.clear();
     const zl_slot& in = *p.slot;
@@ -73,9 +118,10 @@ void zl_context::plan(int slot) {
         if (p.status == ZL_OK) zl::add_segment(*this, g);
     }
     if (p.status != ZL_OK) {  // a broken slot computes nothing at all
-        p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
+        p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.batches.clear(), p.fills.clear(), p.tiles.clear();
         p.samples.clear();
     }
+    zl::batch(*this);
     status[++planned % 8] = p.status;
     for (int id : p.samples) {
         p.measures.push_back(zl::measures_of(*this, (int)sampled.size(), p.segs[id].row));
