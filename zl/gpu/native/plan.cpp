@@ -43,8 +43,9 @@ static int common(const zl_context& c, const Segment& a, const Segment& b) {
     return n;
 }
 
-// Puts decoding rows that share their first pages beside each other and cuts them into batches of about equal size,
-// each for one tile of queries. Few rows are left in smaller ones, so that all threads have some.
+// Puts decoding rows that share the same number of first pages beside each other and cuts them into batches of about
+// equal size, each for one tile of queries; the batches keep the order of the slot. Few rows are left in smaller ones,
+// so that all threads have some.
 static void batch(zl_context& c) {
     Plan& p = c.at;
     const int n = (int)p.decodes.size(), each = 4 * c.config.n_threads;
@@ -52,29 +53,30 @@ static void batch(zl_context& c) {
 #ifdef ZL_AMX
     if (c.n.kv8) most = 1;  // kv8_amx.hpp takes one row
 #endif
-    if (most > 1)
+    auto same = [&](int i, int j) { return common(c, p.segs[p.decodes[i]], p.segs[p.decodes[j]]); };
+    if (most > 1)  // by page ids: rows that share more lie nearer
         std::sort(p.decodes.begin(), p.decodes.end(), [&](int i, int j) {
             const Segment &a = p.segs[i], &b = p.segs[j];
-            const int same = common(c, a, b), end = std::min(a.start, b.start) / kPage;
-            if (same == end) return std::make_pair(a.start, i) < std::make_pair(b.start, j);
-            return c.table(a.row)[same] < c.table(b.row)[same];
+            const int at = common(c, a, b);
+            if (at == std::min(a.start, b.start) / kPage) return std::make_pair(a.start, i) < std::make_pair(b.start, j);
+            return c.table(a.row)[at] < c.table(b.row)[at];
         });
-    for (int i = 0; i < n;) {
-        int end = i + 1, longest = 0;
-        // A run ends where the next row shares far less than the rows before.
-        for (; most > 1 && end < n; end++) {
-            const int same = common(c, p.segs[p.decodes[end - 1]], p.segs[p.decodes[end]]);
-            if (same == 0 || 2 * same < longest) break;
-            longest = std::max(longest, same);
+    for (int i = 0, end; i < n; i = end) {
+        end = i + 1;
+        const int shared = most > 1 && end < n ? same(i, end) : 0;
+        if (shared) {
+            while (end < n && same(end - 1, end) == shared) end++;
+            if (end < n && same(end - 1, end) > shared) end--;  // shares more with those that follow
         }
+        std::sort(p.decodes.begin() + i, p.decodes.begin() + end);
         const int parts = (end - i + most - 1) / most;
         for (int k = 0; k < parts; k++) {
-            const int first = i + (end - i) * k / parts, last = i + (end - i) * (k + 1) / parts - 1;
-            // Of a sorted run the first and the last row have the least in common.
-            p.batches.push_back({first, last + 1 - first, first < last ? common(c, p.segs[p.decodes[first]], p.segs[p.decodes[last]]) : 0});
+            const int first = i + (end - i) * k / parts, last = i + (end - i) * (k + 1) / parts;
+            p.batches.push_back({first, last - first, last - first > 1 ? shared : 0});
         }
-        i = end;
     }
+    std::sort(p.batches.begin(), p.batches.end(),
+              [&](const Together& a, const Together& b) { return p.decodes[a.first] < p.decodes[b.first]; });
 }
 
 // Where the head product puts what it measures of a row's logits, and what is wanted of them.
