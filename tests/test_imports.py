@@ -84,6 +84,7 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.programs": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.pacing": {"torch", "numpy", "triton", "asyncio", "zl.net", "zl.rows", "zl.dispatch"},
     "zl.gpu.patience": {"torch", "numpy", "triton", "asyncio", "zl.net", "zl.rows", "zl.dispatch"},
+    "zl.gpu.chunks": {"torch", "triton", "asyncio", "zl.net", "zl.rows", "zl.dispatch"},
     "zl.gpu.loop": {"zl.net", "zl.text", "zl.dispatch", "asyncio"},
     "zl.build": {"zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop", "zl.gpu.staging"},
     "zl.memory": {"triton", "zl.net", "zl.dispatch", "asyncio", "zl.gpu.loop"},
@@ -221,19 +222,25 @@ def test_importing_the_client_loads_nothing_heavy():
         assert not [name for name in loaded if within(name, heavy)], heavy
 
 
+def cpu_ms_of_importing(name: str) -> float:
+    code = f"import time; start = time.process_time_ns(); import {name}; print(time.process_time_ns() - start)"
+    return int(python("-c", code).stdout) / 1e6
+
+
 def test_importing_the_client_stays_under_100_ms():
     """A promise of the client, not a benchmark: one process of at most 24 keeps it, in CPU time.
 
     An import waits for nothing once its files are cached, so on an idle machine CPU time is what the clock shows; on a
-    busy one the clock would show the neighbours.
+    busy one the clock would show the neighbours. Machines of a shared host run at half their speed for minutes: where
+    asyncio takes more than the 50 ms that it takes on the machine of the promise, the promise grows with it.
     """
-    code = "import time; start = time.process_time_ns(); import zl.client; print(time.process_time_ns() - start)"
-    best = 1e9
-    for _ in range(24):  # machines of a shared host have moments at half their speed
-        best = min(best, int(python("-c", code).stdout) / 1e6)
+    best, yardstick = 1e9, 1e9
+    for _ in range(24):
+        best, yardstick = min(best, cpu_ms_of_importing("zl.client")), min(yardstick, cpu_ms_of_importing("asyncio"))
         if best < 100:
             return
-    pytest.fail(f"import zl.client took {best:.0f} ms at best")
+    slower = max(1.0, yardstick / 50)
+    assert best < 100 * slower, f"import zl.client took {best:.0f} ms at best, asyncio {yardstick:.0f} ms"
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("ask", "--help"), ("serve", "--help")])

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from bench.micro.step import build, run
-from zl.gpu.pinned import FIRST, SAMPLE
+from bench.micro.step import build, prefill, run
+from zl.gpu.pinned import SAMPLE
 from zl.gpu.weights import open_model
 from zl.shapes import TOKEN_BUCKETS
 
@@ -53,8 +53,7 @@ def main() -> None:
     counts |= {n for rows in counts for n in padded(rows)}
     source = open_model(args.model) if args.model else None
     step, slots, _ = build(max(counts), args.tokens, 512, torch.bfloat16, args.threads, "auto", source)
-    for row in range(max(counts)):
-        run(step, slots[0], [(row, 0, args.tokens, FIRST)])
+    prefill(step, slots[0], max(counts), args.tokens)
     least = dict.fromkeys(sorted(counts), float("inf"))
     for _ in range(args.rounds):
         for rows in least:

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.micro.step import SMOL, build, run
-from zl.gpu.pinned import FIRST, SAMPLE
+from bench.micro.step import SMOL, build, prefill, run
+from zl.gpu.pinned import SAMPLE
 
 PRODUCTS = {"qkv": "qkv", "wo": "out", "gate and up": "gate_up", "down": "down", "head": "head"}
 """What is timed: the native step's names of it."""
@@ -82,8 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     counts = [int(n) for n in args.rows.split(",")]
     step, slots, _ = build(max(counts), args.tokens, 512, torch.bfloat16, args.threads, "auto", None)
-    for row in range(max(counts)):
-        run(step, slots[0], [(row, 0, args.tokens, FIRST)])
+    prefill(step, slots[0], max(counts), args.tokens)
     weights = products(args.threads)
     theirs = {n: library(weights, n, args.tokens) for n in counts}
     found: dict[int, dict[str, list[float]]] = {n: {} for n in counts}

@@ -99,16 +99,25 @@ def run(step: NativeStep, slot: StepSlot, segments: list[tuple[int, int, int, in
     return step.times()
 
 
-def bound_us(shape: ModelShape, rows: int, tokens: int, bits: float, elem: int, gbps: float, tflops: float) -> float:
+def prefill(step: NativeStep, slot: StepSlot, rows: int, tokens: int, most: int = 512) -> None:
+    """Compute `tokens` prompt tokens of each of the first `rows` rows, at most `most` in a step."""
+    for row in range(rows):
+        for start in range(0, tokens, most):
+            run(step, slot, [(row, start, min(most, tokens - start), 0 if start else FIRST)])
+
+
+def bound_us(
+    shape: ModelShape, rows: int, tokens: int, bits: tuple[float, float], elem: int, gbps: float, tflops: float
+) -> float:
     """A decode step's bound in us: the larger of bytes over bandwidth and operations over peak.
 
-    bits  of a weight, as the step reads it
+    bits  of a weight of the layers and of the head, as the step reads them
     """
     s = shape
     kv = 2 * s.n_layers * s.n_kv_heads * s.head_dim * tokens * rows
-    params = s.n_layers * layer_params(s) + s.vocab * s.hidden
-    flops = 2 * params * rows + 2 * kv * s.n_heads / s.n_kv_heads
-    return max((params * bits / 8 + kv * elem) / gbps / 1e3, flops / tflops / 1e6)
+    layers, head = s.n_layers * layer_params(s), s.vocab * s.hidden
+    flops = 2 * (layers + head) * rows + 2 * kv * s.n_heads / s.n_kv_heads
+    return max(((layers * bits[0] + head * bits[1]) / 8 + kv * elem) / gbps / 1e3, flops / tflops / 1e6)
 
 
 def layer_params(shape: ModelShape) -> int:
@@ -117,14 +126,18 @@ def layer_params(shape: ModelShape) -> int:
     return s.hidden * s.head_dim * (2 * s.n_heads + 2 * s.n_kv_heads) + 3 * s.hidden * s.ffn
 
 
-def block_bits(source: WeightSource | None) -> float:
-    """Average bits of a weight in the file; 16 where there are no blocks."""
+def block_bits(source: WeightSource | None) -> tuple[float, float]:
+    """Average bits of a weight in the file, of the layers and of the head; 16 where there are no blocks."""
     if source is None:
-        return 16
-    found = [b for name in source.names if (b := source.blocks(name)) is not None]
-    n_bytes = sum(raw.size for _, raw in found)
-    weights = source.shape.n_layers * layer_params(source.shape) + source.shape.vocab * source.shape.hidden
-    return 8 * n_bytes / weights if found else 16
+        return 16, 16
+    s = source.shape
+    sizes = {False: s.n_layers * layer_params(s), True: s.vocab * s.hidden}
+    n_bytes = dict.fromkeys(sizes, 0)
+    for name in source.names:
+        if (found := source.blocks(name)) is not None:
+            n_bytes[name in ("embed", "head")] += found[1].size
+    layers, head = (8 * n_bytes[is_head] / sizes[is_head] if n_bytes[is_head] else 16 for is_head in sizes)
+    return layers, head
 
 
 def parse() -> argparse.Namespace:
@@ -150,16 +163,12 @@ def main() -> None:
     source = open_model(args.model) if args.model else None
     counts = [int(n) for n in args.rows.split(",")]
     step, slots, _ = build(max(counts), args.tokens, 512, dtype, args.threads, args.level, source)
-    per = max(1, 512 // args.tokens)  # rows prefilled in one step
-    for row in range(0, max(counts), per):
-        rows = range(row, min(row + per, max(counts)))
-        for start in range(0, args.tokens, 512):
-            size = min(512, args.tokens - start)
-            run(step, slots[0], [(r, start, size, FIRST if not start else 0) for r in rows])
+    prefill(step, slots[0], max(counts), args.tokens)
     plans = {f"{n} rows": [(r, args.tokens, 1, SAMPLE) for r in range(n)] for n in counts}
-    shape, bits = step.shape, block_bits(source) if dtype == torch.bfloat16 else 32
+    shape, plain = step.shape, (8 * dtype.itemsize,) * 2
+    bits = block_bits(source) if dtype == torch.bfloat16 else plain
     bounds = [
-        bound_us(shape, n, args.tokens, bits if n <= UNPACK_ROWS else dtype.itemsize * 8, dtype.itemsize,
+        bound_us(shape, n, args.tokens, bits if n <= UNPACK_ROWS else plain, dtype.itemsize,
                  args.gbps, args.tflops)
         for n in counts
     ]  # fmt: skip
@@ -171,7 +180,8 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, plan in plans.items():
             samples[name].append(run(step, slots[0], plan))
-    print(f"{step.name}, {args.threads} threads, {args.tokens} tokens of context, {bits:.2f} bits a weight read")
+    print(f"{step.name}, {args.threads} threads, {args.tokens} tokens of context")
+    print(f"{bits[0]:.2f} bits read of a layer's weight, {bits[1]:.2f} of the head's")
     print("microseconds: median (tenth percentile)")
     print("stage".ljust(12) + "".join(f"{name:>20}" for name in plans))
     for stage in STAGES:

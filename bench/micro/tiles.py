@@ -11,6 +11,8 @@ import argparse
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from zl.gpu.native.build import compiler, runs
@@ -37,6 +39,13 @@ def measure(program: Path, cpu: int, seconds: float) -> dict[int, tuple[float, f
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = (line.split() for line in said.splitlines())
     return {int(live): (float(low), float(mid), float(high)) for live, low, mid, high in rows}
+
+
+def peak(program: Path, cpus: Iterable[int], seconds: float) -> float:
+    """Run on several cores at once; give bf16 operations a second at the best number of live tiles, medians summed."""
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda cpu: measure(program, cpu, seconds), cpus)
+        return sum(2 * 16 * 16 * 32 / min(mid for _, mid, _ in one.values()) * 1e9 for one in found)
 
 
 def main() -> None:

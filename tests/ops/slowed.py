@@ -1,7 +1,8 @@
 """`zl` with steps that can be slowed and stopped from outside: the hook of the tests, in a process of its own.
 
 STEP_S        seconds that every step takes longer
-STEP_BLOCKER  while this file exists, a step of the engine thread does not end
+STEP_BLOCKER  while this file exists, a step of the engine thread does not end; the file with ".held" is there from the
+              moment that one is held
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from zl.gpu.native.step import NativeStep
 
 STEP_S = float(os.environ.get("STEP_S", "0"))
 BLOCKER = Path(os.environ.get("STEP_BLOCKER", "/nonexistent"))
+HELD = BLOCKER.with_name(BLOCKER.name + ".held")
 
 launch = NativeStep.launch
 
@@ -26,6 +28,7 @@ def slowed(self: NativeStep, slot: int) -> int:
         return launch(self, slot)  # the canary of the start, before there is an engine thread
     time.sleep(STEP_S)
     while BLOCKER.exists():
+        HELD.touch()
         time.sleep(0.01)
     return launch(self, slot)
 

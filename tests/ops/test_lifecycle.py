@@ -249,10 +249,10 @@ def test_max_queue_takes_effect_at_once(service, tmp_path, small):
     flags = (*small[:4], "--heartbeat-s", "0", "--config", str(config))
     address = f"unix:{tmp_path / 's'}"
     server = service(tmp_path / "run", *flags, "--listen", address, script=SLOWED, STEP_S="0.01").ready()
-    running = Asker(address, max_tokens=100)
+    running = Asker(address, max_tokens=300)
     assert running.first.wait(20)
     waiting = Asker(address, max_tokens=10)
-    time.sleep(0.1)
+    time.sleep(0.8)
     config.write_text("[limits]\nmax_queue = 1\nmax_rows = 1\n")
     server.reload()
     refused = Asker(address)

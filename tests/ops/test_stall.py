@@ -31,6 +31,10 @@ def stalled(service, tmp_path, small):
     client = Client(f"unix:{path}", timeout=60)
     at = time.monotonic()
     stream = client.stream("Hi", max_tokens=4, ignore_eos=True)  # the step that will not end
+    held = blocker.with_name("blocker.held")
+    while not held.exists():
+        assert time.monotonic() < at + 10, "no step has begun"
+        time.sleep(0.01)
     return server, path, before, client, stream, blocker, at
 
 
@@ -62,7 +66,6 @@ def test_a_stall_stops_food_and_readiness_within_2_s_while_the_event_loop_answer
 def test_the_watchdogs_signal_says_where_every_thread_stood(service, tmp_path, small):
     server, _, before, client, _, _, _ = stalled(service, tmp_path, small)
     with before, client:
-        time.sleep(0.2)
         server.send(signal.SIGABRT)  # what systemd sends when it is not fed
         assert server.wait() == -signal.SIGABRT
     text = server.text()

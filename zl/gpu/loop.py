@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zl.gpu.chunks import Seat, share_out
 from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pacing import Pacer
 from zl.gpu.patience import Patience
@@ -51,21 +52,6 @@ class StepResult(NamedTuple):
     retired: list[Ticket]
     before: Moment = START
     after: Moment = START
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """What the engine knows of a row it computes."""
-
-    ticket: Ticket
-    prompt_len: int
-    prefix: Any  # pages.Prefix or None
-    program: int = GENERIC  # what samples it: an index in sampling.profiles.PROGRAMS
-    decoding: bool = False
-    computed: int = 0  # tokens whose KV a launched step has written
-    begun: bool = False
-    last_step: int = -1  # the newest launched step that touches the row
-    gone: bool = False
 
 
 @dataclass(slots=True)
@@ -282,7 +268,7 @@ class GenerationLoop:
             drawn.extend(self._decode)
         grown: list[Seat] = []
         n_prefill = n_prompts = 0
-        for seat, take in self._chunks(self._shapes.step_tokens - n):
+        for seat, take in share_out(self._prefill, self._shapes.step_tokens - n, self._pacer.chunk if n else None):
             flags = 0
             if not seat.begun:
                 flags |= FIRST
@@ -333,42 +319,6 @@ class GenerationLoop:
         present = [program for program, n_rows in enumerate(self._sampling) if n_rows]
         sampled_by = present[0] if len(present) == 1 else _MIXED if present else _NONE
         self.counters.hits[bisect_left(self.counters.buckets, n_tokens)][sampled_by] += 1
-
-    def _chunks(self, room: int) -> list[tuple[Seat, int]]:
-        """Share this step's prefill tokens among the prompts that wait, oldest first.
-
-        While rows decode, the pacer's chunk bounds what one prompt may have, and each prompt that waits adds one, so
-        that one long prompt stretches a step little and a burst is not held back; a prompt leaves half to those behind
-        it. Prefixes are computed once: rows that share one wait while the oldest computes it.
-        """
-        waiting: list[tuple[Seat, int]] = []
-        leading: set[int] = set()
-        for seat in self._prefill:
-            prefix = seat.prefix
-            goal = seat.prompt_len
-            if prefix is not None and seat.computed < prefix.n_tokens:
-                seat.computed = max(seat.computed, prefix.n_done)
-                if not prefix.ready:
-                    if id(prefix) in leading:
-                        continue
-                    leading.add(id(prefix))
-                    goal = prefix.n_tokens
-            waiting.append((seat, goal - seat.computed))
-        if not waiting:
-            return []
-        budget = room
-        if self._decode:
-            budget = min(room, self._pacer.chunk * len(waiting))
-        taken = [0] * len(waiting)
-        for i, (_, left) in enumerate(waiting):  # at most half of what is left while others wait: short ones overtake
-            bound = budget if i + 1 == len(waiting) else (budget + 1) // 2
-            taken[i] = min(left, bound)
-            budget -= taken[i]
-        for i, (_, left) in enumerate(waiting):  # the rest to the oldest
-            take = min(left - taken[i], budget)
-            taken[i] += take
-            budget -= take
-        return [(seat, take) for (seat, _), take in zip(waiting, taken, strict=True) if take]
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step to end, drop the rows that it finished, publish."""
