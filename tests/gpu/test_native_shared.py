@@ -30,7 +30,8 @@ def small(group: int, head_dim: int, kv_heads: int = 1) -> ModelShape:
 
 SHAPES = {
     "gqa1_head64": small(1, 64, 2), "gqa3_head64": small(3, 64, 2), "gqa4_head128": small(4, 128),
-    "gqa8_head64": small(8, 64), "gqa3_head128": small(3, 128), "gqa2_head32": small(2, 32, 2), "gqa5_head96": small(5, 96),
+    "gqa8_head64": small(8, 64), "gqa3_head128": small(3, 128), "gqa2_head32": small(2, 32, 2),
+    "gqa5_head96": small(5, 96),
 }  # fmt: skip
 KINDS = {"bf16": (torch.bfloat16, "auto"), "f32": (torch.float32, "auto"), "int8": (torch.bfloat16, "int8")}
 
