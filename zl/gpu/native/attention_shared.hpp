@@ -18,9 +18,14 @@ struct SharedAttention : Attention<T, Kv8> {
 
     // The tokens of a batch: writes their keys and values, then attends.
     void decode(const Together& b, int kv_head) {
-        const Segment& lead = segment(b, 0);
-        if (b.count == 1) return Base::decode(lead, kv_head);
-        QueryTile<T> all = this->queries(lead, kv_head, 0), own[16];
+        b.count == 1 ? Base::decode(segment(b, 0), kv_head) : together(b, kv_head);
+    }
+
+  private:
+    const Segment& segment(const Together& b, int i) const { return c.at.segs[c.at.decodes[b.first + i]]; }
+
+    __attribute__((noinline)) void together(const Together& b, int kv_head) {
+        QueryTile<T> all = this->queries(segment(b, 0), kv_head, 0), own[16];
         all.q = staged;
         all.rows = b.count * group;
         all.pages = b.shared;
@@ -53,9 +58,6 @@ struct SharedAttention : Attention<T, Kv8> {
             for (int r = 0; r < group; r++) this->hand_on(own[i].at + r, segment(b, i).token0, kv_head * group + r);
         }
     }
-
-  private:
-    const Segment& segment(const Together& b, int i) const { return c.at.segs[c.at.decodes[b.first + i]]; }
 };
 
 }  // namespace zl
