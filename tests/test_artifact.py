@@ -25,6 +25,7 @@ from zl import warm
 from zl.artifact import FILES, MANIFEST, PROGRESS
 from zl.build import _decide, prepare
 from zl.builder import Builder
+from zl.compiled import cache_dir
 from zl.config import Settings
 from zl.errors import ConfigError, ModelError
 from zl.gpu.native import build as native
@@ -59,7 +60,7 @@ def made(tiny, tmp_path_factory) -> Path:
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache of the test's own that shares compiled libraries with the real one."""
-    real = native.cache_dir()
+    real = cache_dir()
     real.mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache" / "zl").mkdir(parents=True)
     (tmp_path / "cache" / "zl" / "native").symlink_to(real)

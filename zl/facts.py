@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import zl
+from zl.compiled import compiler_version
 from zl.config import POLICY, Settings
 from zl.filehash import sha256_of, stamped_sha256
-from zl.gpu.native.build import compiler_version, cpu_flags, needed_flags
+from zl.gpu.native.build import cpu_flags, needed_flags
 from zl.sampling import profiles
 from zl.shapes import ModelShape, Shapes
 

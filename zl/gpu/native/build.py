@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zl.compiled import cache_dir, compiler, compiler_says, shared_library
 from zl.errors import DeviceError
 
 HERE = Path(__file__).parent
@@ -46,11 +42,6 @@ LEVELS = ("amx", "avx512", "avx512f", "avx2")
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILE_DATA = 18
-
-
-def compiler() -> str | None:
-    """Find the C++ compiler: `$CXX`, else g++."""
-    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def have_compiler() -> bool:
@@ -113,21 +104,6 @@ def pick_level(level: str = "auto") -> str:
     )
 
 
-def compiler_version() -> str:
-    """Ask the compiler for its version line; empty where there is none."""
-    command = compiler()
-    if command is None:
-        return ""
-    said = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
-    return said.partition("\n")[0].strip()
-
-
-def cache_dir() -> Path:
-    """Name the folder that holds compiled libraries."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "zl" / "native"
-
-
 def profile_flags() -> list[str]:
     """Give the compiler the sampling profiles, whose float32 values become constants of the program."""
     from zl.sampling.profiles import PROFILES  # loads numpy, which the command line's help does without
@@ -140,13 +116,17 @@ def profile_flags() -> list[str]:
 
 
 def fingerprint(level: str) -> str:
-    """Hash everything that decides the library of a level: sources, flags, compiler. Part of `build_id`."""
-    command = compiler()
-    if command is None:
-        raise _no_compiler()
+    """Hash everything that decides the library of a level: sources, flags, compiler. Part of `build_id`.
+
+    Raises  DeviceError: no compiler
+    """
+    if compiler() is None:
+        raise DeviceError(
+            "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
+            call="g++",
+        )
     digest = hashlib.sha256()
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (version, *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
+    for part in (compiler_says(), *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
         digest.update(part.encode() + b"\0")
     for path in sorted(HERE.iterdir()):
         if path.suffix in {".cpp", ".hpp", ".h"}:
@@ -159,42 +139,6 @@ def library(level: str) -> Path:
 
     Raises  DeviceError: no compiler, or it refused a source
     """
-    folder = cache_dir() / fingerprint(level)
-    target = folder / f"zl_native_{level}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = _compile(level, Path(work))
-        os.replace(made, target)  # atomic: another process sees all of it or nothing
-    return target
-
-
-def _no_compiler() -> DeviceError:
-    return DeviceError(
-        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine", call="g++"
-    )
-
-
-def _compile(level: str, work: Path) -> Path:
-    command = compiler()
-    if command is None:
-        raise _no_compiler()
+    target = cache_dir() / fingerprint(level) / f"zl_native_{level}.so"
     flags = [*_COMMON, *_LEVEL_FLAGS[level], *profile_flags()]
-
-    def run(arguments: list[str]) -> None:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DeviceError(
-                f"{command} could not build the native step ({level}): {done.stderr.strip()[:2000]}",
-                call=" ".join([command, *arguments]),
-                status=done.returncode,
-            )
-
-    sources = sorted(HERE.glob("*.cpp"))
-    objects = [work / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
-    out = work / "library.so"
-    run([*flags, "-shared", "-pthread", *map(str, objects), "-o", str(out)])
-    return out
+    return shared_library(f"the native step ({level})", target, sorted(HERE.glob("*.cpp")), flags, ["-pthread"])

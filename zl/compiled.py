@@ -1,0 +1,76 @@
+"""Compile C++ sources into shared libraries, each of them once: the compiler, its cache folder, one atomic way into it.
+
+State: files under the cache folder; nothing in memory. What decides a library's bytes is known to its owner, who names
+the file accordingly. Refuses torch, numpy, asyncio, net and gpu: both of these have libraries.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from zl.errors import DeviceError
+
+
+def compiler() -> str | None:
+    """Find the C++ compiler: `$CXX`, else g++."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def compiler_says() -> str:
+    """Ask the compiler for all that it says of its version; empty where there is none."""
+    command = compiler()
+    if command is None:
+        return ""
+    return subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def compiler_version() -> str:
+    """Ask the compiler for its version line; empty where there is none."""
+    return compiler_says().partition("\n")[0].strip()
+
+
+def cache_dir() -> Path:
+    """Name the folder that holds compiled libraries."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "zl" / "native"
+
+
+def shared_library(
+    what: str, target: Path, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str] = ()
+) -> Path:
+    """Give `target`, compiled when it is not there yet; another process sees all of it or nothing.
+
+    what    the library's name in an error
+    flags   for compiling and linking; link: for linking alone
+    Raises  DeviceError: no compiler, or it refused a source; OSError: the folder cannot be written
+    """
+    if target.exists():
+        return target
+    command = compiler()
+    if command is None:
+        raise DeviceError(f"no C++ compiler found for {what}; install g++ (or set CXX)", call="g++")
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(arguments: list[str]) -> None:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DeviceError(
+                f"{command} could not build {what}: {done.stderr.strip()[:2000]}",
+                call=" ".join([command, *arguments]),
+                status=done.returncode,
+            )
+
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        objects = [Path(work) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
+        made = Path(work) / "library.so"
+        run([*flags, "-shared", *link, *map(str, objects), "-o", str(made)])
+        os.replace(made, target)
+    return target
