@@ -123,6 +123,7 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_write_kv": (i, [p, i, i, i, i, p, p]),
         "zl_logits": (i, [p, i, p, p]),
         "zl_times": (p, [p]),
+        "zl_batches": (i, [p, p, p]),
         "zl_state": (None, [p, p, p, p]),
         "zl_packed": (p, [p, p]),
         "zl_unload": (None, [p]),

@@ -89,6 +89,8 @@ int zl_write_kv(zl_context*, int layer, int row, int start, int n, const float* 
 int zl_logits(zl_context*, int max_n, int32_t* seg, float* out);
 // Times of the last step in microseconds, by stage, once no worker looks at it any more; each step writes the same place.
 const double* zl_times(zl_context*);
+// Batches of the last step's decoding rows (plan.cpp): fills each one's rows and shared pages, at most max_rows; the count.
+int zl_batches(zl_context*, int32_t* rows, int32_t* shared);
 // Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, words of a filter].
 void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen);
 

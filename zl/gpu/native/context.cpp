@@ -40,6 +40,7 @@ zl_context::zl_context(const zl_config& c, const zl_columns& cols, const zl_slot
     at.pos.reserve(n.tokens);
     at.seg_of.reserve(n.tokens);
     at.decodes.reserve(n.rows);
+    at.batches.reserve(n.rows);
     at.fills.reserve(n.tokens / zl::kPage + 2 * n.rows);
     at.tiles.reserve((size_t)n.tokens * n.group / 16 + n.rows + 1);
     at.samples.reserve(n.rows);

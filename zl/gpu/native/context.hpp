@@ -59,13 +59,19 @@ struct Segment {
     bool sample, first;
 };
 
+// Decoding rows whose first `shared` pages are the same: decodes [first, first + count) of the plan. A row alone shares none.
+struct Together {
+    int first, count, shared;
+};
+
 // The running step, written by `plan` and read by all workers.
 struct Plan {
     const zl_slot* slot = nullptr;
     int status = 0;
     std::vector<Segment> segs;
     std::vector<int> pos, seg_of;        // by token of the step
-    std::vector<int> decodes;            // segments of one token, attended with their insertion
+    std::vector<int> decodes;            // segments of one token, attended with their insertion, batch by batch
+    std::vector<Together> batches;       // of them
     std::vector<std::pair<int, int>> fills;  // (segment, page of the row) of longer segments
     std::vector<std::pair<int, int>> tiles;  // (segment, first 16-row query tile) of longer segments
     std::vector<int> samples;            // segments that draw

@@ -1,6 +1,6 @@
 // The stages of a step in order, for one element type. Included by one translation unit a type.
 #pragma once
-#include "attention.hpp"
+#include "attention_shared.hpp"
 #include "context.hpp"
 #include "gemm.hpp"
 #include "rows.hpp"
@@ -120,7 +120,7 @@ struct Forward {
 
     template <bool Kv8>
     void attend_over(int layer) {
-        Ahead<T, Kv8> ahead{&c, p.decodes.data()};
+        Ahead<T, Kv8> ahead{&c};
         Attention<T, Kv8> part(c, layer, c.attn_scratch[w.index], nullptr);
         const int kvh = n.kv_heads;
         w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
@@ -131,15 +131,16 @@ struct Forward {
         w.run((int)p.tiles.size() * kvh, 1, [&](int a, int b, int) {
             for (int i = a; i < b; i++) part.tile(p.segs[p.tiles[i / kvh].first], i % kvh, p.tiles[i / kvh].second);
         });
-        Attention<T, Kv8> single(c, layer, c.attn_scratch[w.index], &ahead);
-        if (!p.decodes.empty()) single.set_tiles();
+        SharedAttention<T, Kv8> decoding(c, layer, c.attn_scratch[w.index], &ahead);
+        if (!p.decodes.empty()) decoding.set_tiles();
         int expected = -1;
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
-        const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
+        const int items = (int)p.batches.size() * kvh;
+        const int chunk = items < 8 * w.n_threads || p.batches.size() < p.decodes.size() ? 1 : kvh;
         w.run(items, chunk, [&](int a, int b, int limit) {
             if (a != expected) ahead.start(layer, a, limit);
             expected = b;
-            for (int i = a; i < b; i++) single.decode(p.segs[p.decodes[i / kvh]], i % kvh);
+            for (int i = a; i < b; i++) decoding.decode(p.batches[i / kvh], i % kvh);
         });
         clock.mark(kAttention);
     }

@@ -243,6 +243,12 @@ class NativeStep:
         count = self._lib.zl_logits(self._handle, self._max_rows, segs.ctypes.data, out.ctypes.data)
         return {int(segs[i]): out[i].copy() for i in range(count)}
 
+    def batches(self) -> list[tuple[int, int]]:
+        """List rows and shared pages of each batch that the last step's decoding rows made; no step in flight."""
+        rows, shared = np.empty((2, self._max_rows), np.int32)
+        count = self._lib.zl_batches(self._handle, rows.ctypes.data, shared.ctypes.data)
+        return list(zip(rows[:count].tolist(), shared[:count].tolist(), strict=True))
+
     def times(self) -> dict[str, float]:
         """Give the last step's microseconds by stage, as the first worker saw them (waiting included)."""
         self._lib.zl_times(self._handle)  # sync
