@@ -415,6 +415,7 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
         ("device", "cuda"),
         ("cpu_level", "torch"),
         ("kv", "int8"),
+        ("penalty_filter", "bloom"),
         ("max_model_len", 128),
         ("on_system_tokens", "reject"),
     ],
@@ -435,6 +436,17 @@ def test_int8_keys_and_values_are_another_build_which_auto_takes(tmp_path, cache
     assert server.engine.name.endswith(", int8 KV")
     assert any(" in int8 (" in line for line in said)
     there, _ = serve(dataclasses.replace(eight, artifact="off"), model, requests())
+    assert bits(here) == bits(there)
+
+
+def test_a_bloom_filter_is_another_build_which_its_artifact_brings_back(tmp_path, cache):
+    model = write_tiny(tmp_path / "model", seed=3)
+    bloom = dataclasses.replace(SMALL, penalty_filter="bloom")
+    made = [build(model, tmp_path / each.penalty_filter, each) for each in (SMALL, bloom)]
+    assert made[0].build_id != made[1].build_id
+    here, server = serve(SMALL, made[1].folder, requests())
+    assert server.engine.name.endswith(", Bloom penalty filter")
+    there, _ = serve(dataclasses.replace(bloom, artifact="off"), model, requests())
     assert bits(here) == bits(there)
 
 

@@ -49,6 +49,7 @@ NEVER: dict[str, set[str]] = {
     "zl.net.listen": {"zl.gpu", "zl.dispatch", "torch"},
     "zl.text": {"asyncio", "torch", "zl.net"},
     "zl.sampling.profiles": {"torch", "asyncio", "zl.net"},
+    "zl.sampling.filter": {"torch", "asyncio", "zl.net", "zl.gpu"},
     "zl.sampling.rng": {"asyncio", "zl.gpu.programs"},
     "zl.sampling.sampler": {"asyncio", "zl.rows", "zl.gpu.programs"},
     "zl.rows": {"torch", "asyncio", "zl.net"},

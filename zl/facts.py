@@ -88,6 +88,7 @@ def known_facts(settings: Settings, model: ModelShape, program: str, device: str
         "model": {name: value for name, value in asdict(model).items() if name != "name"},
         "dtype": dtype_of(settings),
         "kv": kv_of(settings),
+        "penalty_filter": settings.penalty_filter,
         "device": device,
         "program": program,
         "machine": f"{platform.machine()} {' '.join(sorted(_flags(program)))}" if device == "cpu" else device,

@@ -336,7 +336,8 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, shapes, columns, slots,
         threads=settings.threads, level=settings.cpu_level, kv=settings.kv, say=say, canary=captured,
-        debug_addresses=settings.debug_addresses == "on", mark=NvtxMark() if settings.nvtx == "on" else unmarked,
+        penalty_filter=settings.penalty_filter, debug_addresses=settings.debug_addresses == "on",
+        mark=NvtxMark() if settings.nvtx == "on" else unmarked,
     )  # fmt: skip
     if isinstance(engine, NativeStep):
         guard = open_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
