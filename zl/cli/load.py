@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zl.cli.connecting import ADDRESS, add_ca
 from zl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ _LOOK_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the address, the scenario and what it is made of."""
     names = ("alone", "mid", "full", "max", "poisson", "shared", "mixed", "long", "idle")
-    parser.add_argument("address", nargs="?", metavar="ADDR", help="tcp:HOST:PORT or unix:PATH")
+    parser.add_argument("address", nargs="?", metavar="ADDR", help=ADDRESS)
     parser.add_argument("--scenario", choices=names, default="mid", help="default: mid; the flags below change it")
     group = parser.add_argument_group("scenario")
     for name, kind, about in (
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     group.add_argument("--connections", type=int, default=0, metavar="N", help="connections for all streams together "
                        "(default: one a stream; with --client one)")  # fmt: skip
+    add_ca(group)
     group.add_argument("--client", action="store_true", help="go through zl.client.AsyncClient, to measure that")
     group.add_argument("--server-pid", type=int, metavar="PID", help="whose CPU seconds to report (default: the "
                        "process at the other end of a Unix socket)")  # fmt: skip
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
     if args.echo == bool(args.address):
-        raise ConfigError("say where the server is (tcp:HOST:PORT or unix:PATH), or --echo, one of both")
+        raise ConfigError("say where the server is (tcp:HOST:PORT, unix:PATH or tls:HOST:PORT), or --echo, one of both")
     for name in ("streams", "tokens", "per_stream", "words", "seconds"):
         if getattr(plan, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
@@ -146,7 +148,7 @@ async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int)
     from zl.tools.scenarios import run_plan
     from zl.tools.traces import summarise
 
-    driver: Driver = (ClientStreams if args.client else Streams)(address, args.connections)
+    driver: Driver = (ClientStreams if args.client else Streams)(address, args.connections, args.ca)
     try:
         await driver.connect(plan.streams)
         if not pid and isinstance(driver, Streams):
