@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from pathlib import Path
 from typing import Self
@@ -40,8 +41,10 @@ CONTEXT_BYTES = 1_000
 class FakeServer:
     """Runs in a thread of its own; `address` is where."""
 
-    def __init__(self, unix: Path | None = None, auth_token: bytes = b"", answers_pings: bool = True):
+    def __init__(self, unix: Path | None = None, auth_token: bytes = b"", answers_pings: bool = True,
+                 tls: ssl.SSLContext | None = None):  # fmt: skip
         self._unix = unix
+        self._tls = tls
         self._auth_token = auth_token
         self._answers_pings = answers_pings
         self._loop = asyncio.new_event_loop()
@@ -71,8 +74,9 @@ class FakeServer:
             server = await asyncio.start_unix_server(self._serve, self._unix)
             self.address = f"unix:{self._unix}"
         else:
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-            self.address = f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+            kind = "tls" if self._tls else "tcp"
+            self.address = f"{kind}:127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         await self._stop.wait()
         # A connection that asyncio accepts in the turn in which its server closes is leaked (Python 3.11 asserts in

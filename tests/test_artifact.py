@@ -25,6 +25,7 @@ from zl import warm
 from zl.artifact import FILES, MANIFEST, PROGRESS
 from zl.build import _decide, prepare
 from zl.builder import Builder
+from zl.compiled import cache_dir
 from zl.config import Settings
 from zl.errors import ConfigError, ModelError
 from zl.gpu.native import build as native
@@ -59,7 +60,7 @@ def made(tiny, tmp_path_factory) -> Path:
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache of the test's own that shares compiled libraries with the real one."""
-    real = native.cache_dir()
+    real = cache_dir()
     real.mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache" / "zl").mkdir(parents=True)
     (tmp_path / "cache" / "zl" / "native").symlink_to(real)
@@ -414,6 +415,7 @@ def test_another_build_of_zl_is_refused(made, tmp_path, fact, value, word):
         ("device", "cuda"),
         ("cpu_level", "torch"),
         ("kv", "int8"),
+        ("penalty_filter", "bloom"),
         ("max_model_len", 128),
         ("on_system_tokens", "reject"),
     ],
@@ -434,6 +436,17 @@ def test_int8_keys_and_values_are_another_build_which_auto_takes(tmp_path, cache
     assert server.engine.name.endswith(", int8 KV")
     assert any(" in int8 (" in line for line in said)
     there, _ = serve(dataclasses.replace(eight, artifact="off"), model, requests())
+    assert bits(here) == bits(there)
+
+
+def test_a_bloom_filter_is_another_build_which_its_artifact_brings_back(tmp_path, cache):
+    model = write_tiny(tmp_path / "model", seed=3)
+    bloom = dataclasses.replace(SMALL, penalty_filter="bloom")
+    made = [build(model, tmp_path / each.penalty_filter, each) for each in (SMALL, bloom)]
+    assert made[0].build_id != made[1].build_id
+    here, server = serve(SMALL, made[1].folder, requests())
+    assert server.engine.name.endswith(", Bloom penalty filter")
+    there, _ = serve(dataclasses.replace(bloom, artifact="off"), model, requests())
     assert bits(here) == bits(there)
 
 

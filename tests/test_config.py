@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zl.address import TcpAddress, UnixAddress, parse_address, parse_host_port
+from zl.address import TcpAddress, TlsAddress, UnixAddress, parse_address, parse_host_port, parse_target
 from zl.cli import build_parser
 from zl.config import SETTINGS, Settings, load, spec_of
 from zl.errors import ConfigError
@@ -176,6 +176,18 @@ def test_addresses_read_and_print_back(text, address):
 def test_what_is_no_address(text):
     with pytest.raises(ConfigError):
         parse_address(text)
+
+
+def test_tls_is_an_address_for_clients_and_a_listener_says_what_to_set():
+    for text, address in (("tls:[::1]:7433", TlsAddress("::1", 7433)), ("tcp:h:1", TcpAddress("h", 1)),
+                          ("unix:/s", UnixAddress("/s"))):  # fmt: skip
+        found = parse_target(text)
+        assert (found, type(found), str(found)) == (address, type(address), text)
+    for text in ("tls:", "tls:host", "tls:host:0", "tls::1", "http:h:1"):
+        with pytest.raises(ConfigError):
+            parse_target(text)
+    with pytest.raises(ConfigError, match=r"listen.*tls:h:1.*write tcp:h:1 here.*tls_cert and tls_key"):
+        load({"listen": ["tls:h:1"]}, environ={})
 
 
 def test_port_zero_only_where_a_listener_may_pick():

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SERVING = {"zl.server", "zl.process", "zl.cli"}
-ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.protocol", "zl.net.listen", "zl.net.session"}
+ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.native", "zl.net.protocol", "zl.net.listen", "zl.net.session"}
 
 # The longest matching prefix counts. docs/design.md tells what each module is for.
 NEVER: dict[str, set[str]] = {
@@ -34,12 +34,14 @@ NEVER: dict[str, set[str]] = {
     "zl.audit": {"torch", "asyncio", "zl.gpu", "zl.net"},
     "zl.config": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.exposure": {"torch", "numpy", "asyncio", "socket", "zl.net", "zl.gpu"},
+    "zl.compiled": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.download": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.pull": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.net.schema_pb2": {"torch", "numpy", "asyncio"},
     "zl.net.frames": {"asyncio", "google", "torch", "numpy"},
     "zl.net.messages": {"asyncio", "google", "torch", "numpy"},
     "zl.net.codec": {"asyncio", "torch", "numpy", "zl.dispatch"},
+    "zl.net.native": {"asyncio", "torch", "numpy", "zl.gpu", "zl.dispatch"},
     "zl.net.session": {"asyncio", "torch", "numpy", "zl.dispatch"},
     "zl.net.host": {"asyncio", "torch", "zl.text", "zl.dispatch"},
     "zl.net.hangup": {"torch", "zl.text", "zl.dispatch"},
@@ -48,6 +50,7 @@ NEVER: dict[str, set[str]] = {
     "zl.net.listen": {"zl.gpu", "zl.dispatch", "torch"},
     "zl.text": {"asyncio", "torch", "zl.net"},
     "zl.sampling.profiles": {"torch", "asyncio", "zl.net"},
+    "zl.sampling.filter": {"torch", "asyncio", "zl.net", "zl.gpu"},
     "zl.sampling.rng": {"asyncio", "zl.gpu.programs"},
     "zl.sampling.sampler": {"asyncio", "zl.rows", "zl.gpu.programs"},
     "zl.rows": {"torch", "asyncio", "zl.net"},

@@ -149,13 +149,16 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not have_compiler(), reason="no C++ compiler or no AVX2: nothing native to plan for")
-@pytest.mark.parametrize(("quantisation", "kv"), [("", "auto"), ("Q4_1", "auto"), ("Q8_0", "auto"), ("", "int8")])
-def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation, kv):
+@pytest.mark.parametrize(
+    ("quantisation", "kv", "kind"),
+    [("", "auto", "exact"), ("Q4_1", "auto", "exact"), ("Q8_0", "auto", "bloom"), ("", "int8", "exact")],
+)
+def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation, kv, kind):
     shape = tiny(hidden=768, n_heads=12, n_kv_heads=4, ffn=2048, vocab=8_192)
     names = ("embed", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down") if quantisation else ()
     weights, blocks = quantised(shape, dict.fromkeys(names, quantisation))
     source = Source(shape, weights, blocks)
-    settings = load({"kv_memory": "48MiB", "threads": 1, "kv": kv}, environ={})
+    settings = load({"kv_memory": "48MiB", "threads": 1, "kv": kv, "penalty_filter": kind}, environ={})
     shapes = Shapes(max_rows=32, max_model_len=512, max_tokens=64, step_tokens=128)
     device = CpuDevice()
     count = native_needs(settings, shape, device, "bfloat16", source)
@@ -166,7 +169,9 @@ def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation, kv):
     arrays = [*vars(columns).values(), *(array for slot in slots for array in vars(slot).values())]
     assert memory.columns == sum(array.nbytes for array in arrays)
     before = resident()
-    native = NativeStep(shape, weights, columns, slots, wide.n_pages, wide.step_tokens, 1, "auto", source.blocks, kv)
+    native = NativeStep(
+        shape, weights, columns, slots, wide.n_pages, wide.step_tokens, 1, "auto", source.blocks, kv, kind
+    )
     taken = resident() - before
     planned = memory.weights + memory.kv_pool + memory.buffers - drawn_bytes(wide)
     assert planned - (6 << 20) <= taken <= planned + (8 << 20), (planned, taken)

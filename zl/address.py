@@ -1,4 +1,4 @@
-"""Socket addresses as text: `tcp:HOST:PORT` and `unix:PATH`, and where zl listens when nothing is said.
+"""Socket addresses as text: `tcp:HOST:PORT`, `unix:PATH`, for clients `tls:HOST:PORT`; where zl listens by default.
 
 Owns no state. Refuses everything but the standard library, and within it asyncio and ssl.
 """
@@ -36,7 +36,19 @@ class UnixAddress(NamedTuple):
         return f"unix:{self.path}"
 
 
+class TlsAddress(NamedTuple):
+    """A server that speaks TLS, as a client names it: the host is also what its certificate must be for."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return str(TcpAddress(self.host, self.port)).replace("tcp:", "tls:", 1)
+
+
 Address = TcpAddress | UnixAddress
+Target = TcpAddress | UnixAddress | TlsAddress
+"""Where a client may connect to."""
 
 
 def parse_host_port(text: str, *, port_zero: bool = False) -> TcpAddress:
@@ -58,11 +70,14 @@ def parse_host_port(text: str, *, port_zero: bool = False) -> TcpAddress:
 
 
 def parse_address(text: str, *, port_zero: bool = False) -> Address:
-    """Read `tcp:HOST:PORT` or `unix:PATH`.
+    """Read `tcp:HOST:PORT` or `unix:PATH`, where something listens.
 
     Raises  ConfigError: what is wrong with the text, with a correct example
     """
     kind, colon, rest = text.partition(":")
+    if kind == "tls" and colon:
+        raise ConfigError(f"{text!r} is for clients: write tcp:{rest} here; a server speaks TLS on its TCP addresses "
+                          "once tls_cert and tls_key are set")  # fmt: skip
     if kind == "tcp" and colon:
         return parse_host_port(rest, port_zero=port_zero)
     if kind == "unix" and colon:
@@ -73,6 +88,22 @@ def parse_address(text: str, *, port_zero: bool = False) -> Address:
         return UnixAddress(rest)
     raise ConfigError(
         f"{text!r} is no address: write tcp:HOST:PORT or unix:PATH, for example tcp:{DEFAULT_HOST}:{DEFAULT_PORT}"
+    )
+
+
+def parse_target(text: str) -> Target:
+    """Read `tcp:HOST:PORT`, `unix:PATH` or `tls:HOST:PORT`, where a client is to connect to.
+
+    Raises  ConfigError: what is wrong with the text, with a correct example
+    """
+    kind, colon, rest = text.partition(":")
+    if kind == "tls" and colon:
+        return TlsAddress(*parse_host_port(rest))
+    if colon and kind in ("tcp", "unix"):
+        return parse_address(text)
+    raise ConfigError(
+        f"{text!r} is no address: write tcp:HOST:PORT or unix:PATH, or tls:HOST:PORT where the server has a "
+        f"certificate, for example tcp:{DEFAULT_HOST}:{DEFAULT_PORT}"
     )
 
 

@@ -29,11 +29,15 @@ class EmitCounters:
 class Emitter:
     """Turn tokens into frames and decide where an answer ends.
 
-    on_end  called once with each job after its last frame is queued
-    firsts  jobs whose first token the last step brought
+    on_end        called once with each job after its last frame is queued
+    encode_token  as codec.encode_token
+    firsts        jobs whose first token the last step brought
     """
 
-    def __init__(self, rows: Rows, on_end: Callable[[Job], None]):
+    def __init__(
+        self, rows: Rows, on_end: Callable[[Job], None], encode_token: codec.TokenEncoder = codec.encode_token
+    ):
+        self._encode_token = encode_token
         self._rows = rows
         self._on_end = on_end
         self.counters = EmitCounters()
@@ -74,16 +78,14 @@ class Emitter:
                 firsts.append(job)
             job.n_new += 1
             text = job.stream.push(token)
-            values = [logprob] if job.logprobs else []
             if job.stream.stopped or flag & LENGTH:
                 if not job.stream.stopped:
                     text += job.stream.finish()
                 finish = Finish.STOP if job.stream.stopped else Finish.LENGTH
-                self._last(job, finish, now, [token], text, values, None)
+                self._last(job, finish, now, [token], text, [logprob] if job.logprobs else [], None)
                 continue
-            job.conn.queue(
-                codec.encode_tokens(job.request_id, [token], text, values, job.seed if first else None),
-            )
+            seed = job.seed if first else None
+            job.conn.queue(self._encode_token(job.request_id, token, text, logprob if job.logprobs else None, seed))
         self.counters.tokens += n - n_bare
         return touched
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import zl
+from zl.compiled import compiler_version
 from zl.config import POLICY, Settings
 from zl.filehash import sha256_of, stamped_sha256
-from zl.gpu.native.build import compiler_version, cpu_flags, needed_flags
+from zl.gpu.native.build import cpu_flags, needed_flags
 from zl.sampling import profiles
 from zl.shapes import ModelShape, Shapes
 
@@ -87,6 +88,7 @@ def known_facts(settings: Settings, model: ModelShape, program: str, device: str
         "model": {name: value for name, value in asdict(model).items() if name != "name"},
         "dtype": dtype_of(settings),
         "kv": kv_of(settings),
+        "penalty_filter": settings.penalty_filter,
         "device": device,
         "program": program,
         "machine": f"{platform.machine()} {' '.join(sorted(_flags(program)))}" if device == "cpu" else device,

@@ -40,6 +40,7 @@ from zl.metrics.sources import Parts, sources
 from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
+from zl.net.native.library import code_if_possible
 from zl.net.protocol import Net
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
@@ -112,6 +113,7 @@ class Server:
         self.health = Health(self._turned_at, lambda: self.generation.counters.patience_s)
         self.watchdog = Watchdog(self.health, self._notifier, loop.call_later, self._status)
         self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
+        wire = code_if_possible(log.info)
         self.service = Service(
             prompts=build.prompts,
             tokens=build.tokens,
@@ -124,6 +126,7 @@ class Server:
             engine_nudge=self.generation.nudge,
             health=self.health,
             clock=time.monotonic,
+            encode_token=wire.encode_token,
         )
         self.net = Net(
             loop=loop,
@@ -131,6 +134,7 @@ class Server:
             arena=self.arena,
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
+            decode=wire.decode,
         )
         self._access = self._open_access()
         self._audit = self._open_audit()
@@ -339,7 +343,8 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, shapes, columns, slots,
         threads=settings.threads, level=settings.cpu_level, kv=settings.kv, say=say, canary=captured,
-        debug_addresses=settings.debug_addresses == "on", mark=NvtxMark() if settings.nvtx == "on" else unmarked,
+        penalty_filter=settings.penalty_filter, debug_addresses=settings.debug_addresses == "on",
+        mark=NvtxMark() if settings.nvtx == "on" else unmarked,
     )  # fmt: skip
     if isinstance(engine, NativeStep):
         guard = open_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)

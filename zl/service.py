@@ -63,6 +63,7 @@ class Service:
     call_at       call_at(monotonic seconds, function): the event loop's timer
     offload       offload(work, then): run `work` on another thread, one at a time, then `then(result)` on this one;
                   `work` raises nothing
+    encode_token  as codec.encode_token
     """
 
     def __init__(
@@ -79,13 +80,14 @@ class Service:
         engine_nudge: Callable[[], None],
         health: Health,
         clock: Callable[[], float] = time.monotonic,
+        encode_token: codec.TokenEncoder = codec.encode_token,
     ):
         self._prompts = prompts
         self._tokens = tokens
         self._vocab_size = vocab_size
         self.policy = policy
         self.dispatcher = dispatcher
-        self.emitter = Emitter(dispatcher.rows, self._ended)
+        self.emitter = Emitter(dispatcher.rows, self._ended, encode_token)
         self._info = info
         self._call_at = call_at
         self._offload = offload

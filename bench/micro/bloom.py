@@ -1,8 +1,9 @@
-"""The repetition filter's two forms, measured: `python -m bench.micro.bloom`.
+"""The penalty filter's two kinds, measured: `python -m bench.micro.bloom`.
 
-A 4 KB Bloom filter with 4 hashes: tokens of the vocabulary that it takes for seen though they are not, by the number of
-distinct tokens seen. An exact bitmap: its bytes a row, and what building, reading and updating it costs beside a step.
-Hash functions: the upper bits of the id times an odd 32-bit constant, one constant a hash. State: none.
+Of the Bloom filter, tokens of the vocabulary that it takes for seen though they are not, by the number of distinct
+tokens seen, for uniform ids, for ids by Zipf's law and, with `--model FILE.gguf --text FILE...`, for real text. Of both
+kinds, what building, reading and updating costs beside a native step; they take turns in one process. The filters are
+the product's (zl.sampling.filter). State: none.
 """
 
 from __future__ import annotations
@@ -10,40 +11,55 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-FILTER_BITS = 4_096 * 8
-HASHES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
+from zl.sampling.filter import BLOOM_WORDS, HASHES, KINDS, Filter
+
+PENALTY = {"on": 1.1, "off": 1.0, "first": 1.1}
 
 
-def places(ids: np.ndarray) -> np.ndarray:
-    """Hash token ids, uint32 [n], to bits of the filter: int64 [n, 4]."""
-    products = ids[:, None].astype(np.uint32) * np.array(HASHES, np.uint32)
-    return (products >> np.uint32(32 - 15)).astype(np.int64)
+def falsely_seen(ids: np.ndarray, vocab: int) -> int:
+    """Count the ids that a filter of these distinct ids takes for seen wrongly."""
+    form = Filter("bloom", vocab)
+    row = np.zeros((1, form.words), np.uint32)
+    form.add(row[0], ids)
+    return int(np.unpackbits(form.bitmaps(row).view(np.uint8)).sum()) - len(ids)
 
 
-def falsely_seen(n_seen: int, vocab: int, rng: np.random.Generator) -> int:
-    """Count the ids that a filter of `n_seen` distinct random ids takes for seen wrongly."""
-    seen = rng.choice(vocab, n_seen, replace=False)
-    bits = np.zeros(FILTER_BITS, np.bool_)
-    bits[places(seen)] = True
-    hits = bits[places(np.arange(vocab))].all(1)
-    return int(hits.sum()) - n_seen
+def distinct(ids: Sequence[int], n_seen: int) -> Iterator[np.ndarray]:
+    """Cut a text's ids into runs of `n_seen` distinct ones each."""
+    seen: set[int] = set()
+    for token in ids:
+        seen.add(token)
+        if len(seen) == n_seen:
+            yield np.array(sorted(seen))
+            seen.clear()
+
+
+def real_text(model: Path, files: Sequence[Path]) -> tuple[list[int], int]:
+    """Tokenize files, one after another; returns the ids and the vocabulary's size."""
+    from zl.gpu.weights import open_model
+    from zl.text.tokenizer import text_model
+
+    source = open_model(model)
+    text = "\n".join(file.read_text("utf-8", "replace") for file in files)
+    return list(text_model(source).tokenizer.encode(text).ids), source.shape.vocab
 
 
 def expected(n_seen: int, vocab: int) -> float:
     """Compute the textbook expectation: (1 - (1 - 1/m)^(k n))^k of the ids not seen."""
     k = len(HASHES)
-    return (vocab - n_seen) * (1 - (1 - 1 / FILTER_BITS) ** (k * n_seen)) ** k
+    return (vocab - n_seen) * (1 - (1 - 1 / (32 * BLOOM_WORDS)) ** (k * n_seen)) ** k
 
 
-def bitmap_cost(rows: int, tokens: int, rounds: int, threads: int) -> dict[str, float]:
-    """Time native steps with and without the bitmap, in turns; the least of all rounds, in microseconds.
+def costs(rows: int, tokens: int, rounds: int, threads: int) -> dict[str, dict[str, float]]:
+    """Time native steps of each kind, in turns; the least of all rounds, in microseconds.
 
-    read    what the sampler takes longer where penalties are on: reading the bitmap and applying it
-    build   what a step takes longer whose rows all begin in it: clearing and filling every bitmap
+    read    what the sampler takes longer where penalties are on: reading the filter and applying it
+    build   what a step takes longer whose rows all begin in it: clearing and filling every filter
     total   a decode step of all rows
     """
     import torch
@@ -51,51 +67,65 @@ def bitmap_cost(rows: int, tokens: int, rounds: int, threads: int) -> dict[str, 
     from bench.micro.step import build, run
     from zl.gpu.pinned import FIRST, SAMPLE
 
-    step, slots = build(rows, tokens, 512, torch.bfloat16, threads, "auto", None)
-    columns = step._keep[0]
+    made = {kind: build(rows, tokens, 512, torch.bfloat16, threads, "auto", None, "auto", kind) for kind in KINDS}
     per = max(1, 512 // tokens)
-    for first in range(0, rows, per):
-        run(step, slots[0], [(row, 0, tokens, FIRST) for row in range(first, min(first + per, rows))])
-    found: dict[str, list[dict[str, float]]] = {"on": [], "off": [], "first": []}
-    for _ in range(rounds):
-        for kind, penalty, flags in (("on", 1.1, SAMPLE), ("off", 1.0, SAMPLE), ("first", 1.1, SAMPLE | FIRST)):
-            columns.penalty.fill(penalty)
-            found[kind].append(run(step, slots[0], [(row, tokens, 1, flags) for row in range(rows)]))
-
-    def least(kind: str, stage: str) -> float:
-        return min(times[stage] for times in found[kind])
-
-    step.close()
+    for step, slots, _ in made.values():
+        for first in range(0, rows, per):
+            run(step, slots[0], [(row, 0, tokens, FIRST) for row in range(first, min(first + per, rows))])
+    least: dict[tuple[str, str], dict[str, float]] = {}
+    for turn in range(rounds):
+        for kind, (step, slots, columns) in list(made.items())[:: 1 if turn % 2 else -1]:
+            for case, penalty in PENALTY.items():
+                columns.penalty.fill(penalty)
+                flags = SAMPLE | FIRST * (case == "first")
+                times = run(step, slots[0], [(row, tokens, 1, flags) for row in range(rows)])
+                best = least.setdefault((kind, case), times)
+                least[kind, case] = {stage: min(best[stage], time) for stage, time in times.items()}
+    for step, _, _ in made.values():
+        step.close()
     return {
-        "read": least("on", "sample") - least("off", "sample"),
-        "build": least("first", "embed") - least("on", "embed"),
-        "total": least("on", "total"),
+        kind: {
+            "read": least[kind, "on"]["sample"] - least[kind, "off"]["sample"],
+            "build": least[kind, "first"]["embed"] - least[kind, "on"]["embed"],
+            "total": least[kind, "on"]["total"],
+        }
+        for kind in KINDS
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.micro.bloom", description=__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[49_152, 151_936])
+    parser.add_argument("--model", type=Path, help="a GGUF file whose tokenizer reads --text")
+    parser.add_argument("--text", type=Path, nargs="+", help="files; counted where the model's vocabulary is")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--rows", type=int, default=128, help="of the step that the bitmap is timed in; 0: not timed")
+    parser.add_argument("--rows", type=int, default=128, help="of the step that the filters are timed in; 0: not timed")
     parser.add_argument("--tokens", type=int, default=24, help="prompt tokens of each row")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
     rng = np.random.default_rng(1)
+    text, text_vocab = real_text(args.model, args.text) if args.text else ([], 0)
     for vocab in args.vocab:
-        print(f"vocabulary {vocab:,}: exact bitmap {-(-vocab // 32) * 4 / 1024:.1f} KiB a row, Bloom filter 4 KiB")
+        sizes = ", ".join(f"{kind} {Filter(kind, vocab).words / 256:.1f} KiB" for kind in KINDS)
+        print(f"vocabulary {vocab:,}, of a row: {sizes}")
+        zipf = 1 / (np.arange(vocab) + 10.0)
         for n_seen in (100, 500, 1_000, 2_000, 4_000):
-            counts = [falsely_seen(n_seen, vocab, rng) for _ in range(args.rounds)]
-            print(
-                f"  {n_seen:5,} distinct tokens seen: {np.mean(counts):8.1f} falsely penalised, at most {max(counts)}; "
-                f"by the formula {expected(n_seen, vocab):.1f}"
-            )
+            sets = {
+                name: [rng.choice(vocab, n_seen, replace=False, p=weights) for _ in range(args.rounds)]
+                for name, weights in (("uniform", None), ("Zipf", zipf / zipf.sum()))
+            }
+            if vocab == text_vocab:
+                sets["text"] = list(distinct(text, n_seen))
+            found = {name: [falsely_seen(ids, vocab) for ids in each] for name, each in sets.items() if each}
+            said = ", ".join(f"{name} {np.mean(counts):.1f}, at most {max(counts)}" for name, counts in found.items())
+            print(f"  {n_seen:5,} distinct tokens seen, falsely penalised: {said}; by the formula "
+                  f"{expected(n_seen, vocab):.1f}")  # fmt: skip
     if args.rows:
-        cost = bitmap_cost(args.rows, args.tokens, 4 * args.rounds, args.threads)
-        print(f"exact bitmap in a native step of {args.rows} rows ({cost['total']:.0f} us), vocabulary 49,152:")
-        print(f"  read and applied: {cost['read']:.0f} us, {100 * cost['read'] / cost['total']:.2f}% of the step")
-        print(f"  built for all rows at once: {cost['build']:.0f} us, {100 * cost['build'] / cost['total']:.2f}%")
+        for kind, cost in costs(args.rows, args.tokens, 4 * args.rounds, args.threads).items():
+            print(f"{kind} in a native step of {args.rows} rows ({cost['total']:.0f} us), vocabulary 49,152:")
+            print(f"  read and applied: {cost['read']:.0f} us, {100 * cost['read'] / cost['total']:.2f}% of the step")
+            print(f"  built for all rows at once: {cost['build']:.0f} us, {100 * cost['build'] / cost['total']:.2f}%")
     return 0
 
 

@@ -29,6 +29,7 @@ from zl.gpu.pinned import RowColumns
 from zl.gpu.weights import open_model
 from zl.health import Health
 from zl.net import codec, schema_pb2
+from zl.net.native.library import open_code
 from zl.pages import PageBooks
 from zl.policy import Policy
 from zl.rows import Rows, Ticket
@@ -75,10 +76,11 @@ class Glue:
         self._tickets: list[Ticket] = []
         self.prompts = PromptBuilder(words, shapes)
         dispatcher = Dispatcher(shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated)
+        self._decode, self._encode_token = wire = open_code()
         self.service = Service(
             prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, policy=Policy(shapes),
             dispatcher=dispatcher, info=b"", call_at=lambda _when, _what: None, offload=lambda work, then: then(work()),
-            health=Health(time.monotonic), engine_nudge=lambda: None,
+            health=Health(time.monotonic), engine_nudge=lambda: None, encode_token=wire.encode_token,
         )  # fmt: skip
         self.payload = payload_of(prompt)
         self.request = codec.decode_request(self.payload)
@@ -90,7 +92,12 @@ class Glue:
         self._tickets.append(ticket)
 
     def parse(self) -> None:
-        """Payload to checked request."""
+        """Payload to checked request, as `net.session` has it done."""
+        if self._decode(self.payload) is None:
+            raise RuntimeError("the native decoder left a valid request to protobuf")
+
+    def parse_by_codec(self) -> None:
+        """Payload to checked request, without native code: what is not an ordinary valid request."""
         codec.check_request(codec.decode_request(self.payload))
 
     def parse_bytes_only(self) -> None:
@@ -114,7 +121,11 @@ class Glue:
 
     def encode(self) -> None:
         """One token to its frame."""
-        codec.encode_tokens(7, [self._token], b" word", [], None)
+        self._encode_token(7, self._token, b" word", None, None)
+
+    def encode_by_codec(self) -> None:
+        """One token to its frame, without native code."""
+        codec.encode_token(7, self._token, b" word", None, None)
 
     def deliver(self) -> Callable[[], None]:
         """Give a step of N_ROWS rows, each on its own connection: tokens to bytes, frames, joined writes."""
@@ -198,11 +209,13 @@ def time_ns(work: Callable[[], object], n: int) -> float:
 
 PAIRS = (
     # what, zl's operation, vLLM's, operations a round, divide zl's by
-    ("parse and validate a request", "parse", "parse", 2_000, 1),
+    ("parse and validate a request", "parse", "parse", 5_000, 1),
+    ("… without native code (protobuf, checks in Python)", "parse_by_codec", "parse", 2_000, 1),
     ("… the parser alone (protobuf, json)", "parse_bytes_only", "json", 5_000, 1),
     ("prompt tokens of 60 new words", "prompt", "prompt", 500, 1),
     ("request to seated row, prompt included", "admit", None, 500, 1),
     ("one token to its frame", "encode", "chunk", 5_000, 1),
+    ("… without native code (protobuf)", "encode_by_codec", "chunk", 5_000, 1),
     ("one token delivered, 128 rows a step", "deliver", None, 200, N_ROWS),
 )
 

@@ -1,8 +1,9 @@
-"""Time the end of a step, head product and sampling: `python -m bench.micro.sampling MODEL.gguf [--against OTHER.so]`.
+"""Time the end of a step, head product and sampling: `python -m bench.micro.sampling MODEL.gguf`.
 
-Rows hold chat prompts, so the logits are a model's own; one decode step is run again and again. With `--against`, two
-compiled libraries of one interface (two builds found in the cache folder) take turns step by step in one process, so
-that a slow moment of the machine hits both alike; the tokens they draw are counted as equal or not. State: none.
+Rows hold chat prompts, so the logits are a model's own; one decode step is run again and again. With `--against OTHER`,
+two compiled libraries of one interface (two builds found in the cache folder) take turns step by step in one process,
+so that a slow moment of the machine hits both alike; the tokens they draw are counted as equal or not. With `--bloom`
+the other one is this build with the penalty's Bloom filter. State: none.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def prompts(source: WeightSource, rows: int, words: int) -> list[list[int]]:
     return made
 
 
-def open_engine(weights: Packed, source: WeightSource, ids: list[list[int]], threads: int) -> Engine:
+def open_engine(weights: Packed, source: WeightSource, ids: list[list[int]], threads: int, kind: str) -> Engine:
     """Open a library's step and compute the prompts."""
     rows, longest = len(ids), max(map(len, ids))
     each = pages_for(longest + PAGE)
@@ -68,7 +69,7 @@ def open_engine(weights: Packed, source: WeightSource, ids: list[list[int]], thr
     columns.max_new.fill(1 << 30)
     columns.page_table[:] = np.arange(rows * each).reshape(rows, each)
     columns.seed[:] = np.arange(rows)
-    step = NativeStep(source.shape, weights, columns, slots, rows * each, 512, threads)
+    step = NativeStep(source.shape, weights, columns, slots, rows * each, 512, threads, penalty_filter=kind)
     engine = Engine(step, slots, columns)
     settle(engine, SETTINGS["CHAT"])
     for row, one in enumerate(ids):
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--library", type=Path, help="the library to time, in place of this build's")
     parser.add_argument("--against", type=Path, help="another build's library, taken in turns with this one's")
+    parser.add_argument("--bloom", action="store_true", help="take turns with the Bloom filter")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--words", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=10)
@@ -99,7 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     source, level = open_model(args.model), pick_level()
     ids = prompts(source, args.rows, args.words)
-    libraries = {"this": args.library or library(level)} | ({"other": args.against} if args.against else {})
+    this = args.library or library(level)
+    others = [("other", args.against, "exact")] * bool(args.against) + [("bloom", this, "bloom")] * args.bloom
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights"
         longest = pages_for(max(map(len, ids)) + PAGE) * PAGE
@@ -111,8 +114,8 @@ def main() -> None:
         first.export(path)
         first.close()
         engines = {
-            name: open_engine(Packed(path, lib, level, "bfloat16"), source, ids, args.threads)
-            for name, lib in libraries.items()
+            name: open_engine(Packed(path, lib, level, "bfloat16"), source, ids, args.threads, kind)
+            for name, lib, kind in [("this", this, "exact"), *others]
         }
     plan = [(row, len(one), 1, SAMPLE) for row, one in enumerate(ids)]
     print(f"{args.rows} rows, {args.threads} threads, {level}; microseconds: median (least)")

@@ -66,7 +66,7 @@ class FileWeights(dict[str, torch.Tensor]):
 
 def build(
     rows: int, tokens: int, step_tokens: int, dtype: torch.dtype, threads: int, level: str, source: WeightSource | None,
-    kv: str = "auto",
+    kv: str = "auto", penalty_filter: str = "exact",
 ) -> tuple:
     """Open an engine with `rows` rows of `tokens` prompt tokens on scattered pages."""
     shape = source.shape if source else SMOL
@@ -85,7 +85,9 @@ def build(
     columns.row_flags.fill(IGNORE_EOS)
     weights = FileWeights(source, dtype) if source else RandomWeights(SMOL, dtype)
     blocks = source.blocks if source else None
-    step = NativeStep(shape, weights, columns, slots, rows * each, step_tokens, threads, level, blocks, kv)
+    step = NativeStep(
+        shape, weights, columns, slots, rows * each, step_tokens, threads, level, blocks, kv, penalty_filter
+    )
     return step, slots, columns
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zl.gpu.native.build import compiler, runs
+from zl.compiled import compiler
+from zl.gpu.native.build import runs
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

@@ -12,7 +12,8 @@ import pytest
 
 from bench import procs, serve
 from bench.micro import tiles
-from zl.gpu.native.build import compiler, runs
+from zl.compiled import compiler
+from zl.gpu.native.build import runs
 
 SPINS = "import time; begun = time.monotonic()\nwhile time.monotonic() - begun < 1.2: pass\ntime.sleep(60)"
 

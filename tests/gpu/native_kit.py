@@ -118,6 +118,7 @@ class Bench:
         self, shape: ModelShape, weights: dict[str, torch.Tensor], *, rows: int = 8, model_len: int = 256,
         n_pages: int = 64, step_tokens: int = 256, threads: int = 1, level: str = "auto",
         blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None, kv: str = "auto",
+        penalty_filter: str = "exact",
     ):  # fmt: skip
         sizes = Shapes(max_rows=rows, max_model_len=model_len, n_pages=n_pages)
         self.columns = RowColumns(sizes)
@@ -128,7 +129,7 @@ class Bench:
         self.columns.row_flags.fill(IGNORE_EOS)
         self.free = np.random.default_rng(5).permutation(n_pages).tolist()
         self.step = NativeStep(
-            shape, weights, self.columns, self.slots, n_pages, step_tokens, threads, level, blocks, kv
+            shape, weights, self.columns, self.slots, n_pages, step_tokens, threads, level, blocks, kv, penalty_filter
         )
         self.turn = 0
 

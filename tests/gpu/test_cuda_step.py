@@ -17,6 +17,7 @@ from zl.gpu.model import Weights
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED, RowColumns, StepSlot
 from zl.gpu.pool import KVPool
 from zl.gpu.torch_step import TorchStep
+from zl.sampling.filter import KINDS
 from zl.shapes import PAGE, ModelShape, Shapes
 
 # The sampler subtracts infinities in lanes past the vocabulary, and one test is about a row of NaN: NumPy tells.
@@ -83,15 +84,17 @@ class Bench:
         return list(zip(*(column[: len(segments)].tolist() for column in columns), strict=True))
 
 
-def dry(shape: ModelShape = SHAPE, tensors: dict[str, torch.Tensor] | None = None) -> Bench:
+def dry(shape: ModelShape = SHAPE, tensors: dict[str, torch.Tensor] | None = None, kind: str = "exact") -> Bench:
     device = "cpu" if DEVICE == "cpu" else "cuda:0"
     source = tensors or make_tensors()
-    return Bench(lambda columns, slots: CudaStep(shape, source, columns, slots, SHAPES, device=device))
+    return Bench(
+        lambda columns, slots: CudaStep(shape, source, columns, slots, SHAPES, device=device, penalty_filter=kind)
+    )
 
 
-def twin() -> Bench:
+def twin(kind: str) -> Bench:
     weights = Weights(SHAPE, torch.bfloat16, make_tensors())
-    return Bench(lambda columns, slots: TorchStep(SHAPE, weights, columns, slots, SHAPES))
+    return Bench(lambda columns, slots: TorchStep(SHAPE, weights, columns, slots, SHAPES, penalty_filter=kind))
 
 
 PROMPT = [(7 * i + 3) % 59 for i in range(40)]
@@ -109,8 +112,11 @@ def serve(bench: Bench) -> list[tuple[int, float, int]]:
     return seen
 
 
-def test_dry_step_equals_the_torch_twin():
-    found, expected = serve(dry()), serve(twin())
+@pytest.mark.parametrize("kind", KINDS)
+def test_dry_step_equals_the_torch_twin(kind):
+    mine, other = dry(kind=kind), twin(kind)
+    found, expected = serve(mine), serve(other)
+    assert (mine.engine._rows.seen.cpu().numpy().view(np.uint32) == other.engine._seen).all()
     assert [(t, f) for t, _, f in found] == [(t, f) for t, _, f in expected]
     assert [f for _, _, f in found][2] & LENGTH
     assert [f for _, _, f in found][4] == SKIPPED
@@ -163,17 +169,18 @@ def test_buckets_are_captured_widest_first():
     assert token_buckets(48) == (48, 16)
 
 
-def test_the_memory_plan_counts_what_the_step_allocates():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_plan_counts_what_the_step_allocates(kind):
     for shape in (SHAPE, replace(SHAPE, tied=False, attention_bias=False)):
         tensors = make_tensors() | ({} if shape.tied else {"head": make_tensors()["embed"]})
         biases = shape.attention_bias
-        engine = dry(shape, {name: t for name, t in tensors.items() if biases or ".b" not in name}).engine
+        engine = dry(shape, {name: t for name, t in tensors.items() if biases or ".b" not in name}, kind).engine
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in engine.device_tensors()}
         pool = sizes.pop("pool")
         assert pool == SHAPES.n_pages * KVPool.page_bytes(shape, torch.bfloat16)
         weights = sum(n for name, n in sizes.items() if name.startswith("layers.") or name in ("embed", "norm", "head"))
         assert weights == cuda_memory.weight_bytes(shape)
-        assert sum(sizes.values()) - weights == cuda_memory.buffer_bytes(shape, SHAPES)
+        assert sum(sizes.values()) - weights == cuda_memory.buffer_bytes(shape, SHAPES, penalty_filter=kind)
 
 
 def test_debug_mode_refuses_a_step_after_anything_moved():

@@ -25,6 +25,7 @@ from zl.gpu.weights import open_model
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
+from zl.sampling.filter import KINDS
 from zl.shapes import PAGE, Shapes
 
 SHAPE = tiny(tied=False)  # a tied random model says its last token for ever
@@ -36,12 +37,15 @@ BEAT_S = 0.3
 class House:
     """Dispatcher, loop and a guarded native step; the test's thread is the event loop."""
 
-    def __init__(self, *, beat_s: float = BEAT_S, dtype: torch.dtype = torch.float32, kv: str = "auto"):
+    def __init__(self, *, beat_s: float = BEAT_S, dtype: torch.dtype = torch.float32, kv: str = "auto",
+                 kind: str = "exact"):  # fmt: skip
         weights = WEIGHTS if dtype == torch.float32 else random_weights(SHAPE, dtype)
         wide = with_canary(SHAPES)
         self.columns = RowColumns(wide)
         slots = [StepSlot(wide), StepSlot(wide)]
-        self.native = NativeStep(SHAPE, weights, self.columns, slots, wide.n_pages, SHAPES.step_tokens, 1, kv=kv)
+        self.native = NativeStep(
+            SHAPE, weights, self.columns, slots, wide.n_pages, SHAPES.step_tokens, 1, kv=kv, penalty_filter=kind
+        )
         self.loads = 0
         self.weights = Weights(SHAPE, dtype, weights)
         self.guard = Guard(self.native, self.columns, slots, wide, self, beat_s=beat_s)
@@ -239,9 +243,11 @@ def test_rows_that_begin_in_the_fallback_answer_as_before(house):
     assert h.guard.counters.recaptured == 0
 
 
-def test_a_row_goes_on_in_the_fallback_and_back_as_if_nothing_had_happened(house):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_goes_on_in_the_fallback_and_back_as_if_nothing_had_happened(house, kind):
     """The program is retired without having computed anything wrong: answers are those of an undisturbed run."""
-    h = house(beat_s=0)
+    h = house(beat_s=0, kind=kind)
+    assert h.native.name.endswith("Bloom penalty filter") == (kind == "bloom")
     before = h.ask(prompts(6), 0, max_new=100)
     for i, prompt in enumerate(prompts(6)):
         h.submit(10 + i, prompt, max_new=100)
@@ -255,6 +261,11 @@ def test_a_row_goes_on_in_the_fallback_and_back_as_if_nothing_had_happened(house
     h.settle()
     assert [h.answers[10 + i] for i in range(6)] == before
     assert h.loop.counters.fallback > 0
+    kept = {row.tobytes() for row in h.native.seen}
+    for prompt, answer in zip(prompts(6), before, strict=True):
+        row = np.zeros_like(h.native.seen[0])
+        h.native.filter.add(row, np.array([*prompt, *answer]))
+        assert row.tobytes() in kept
     h.until(lambda: h.guard.counters.recaptured)
 
 

@@ -8,19 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu.kernel_kit import DEVICE, ints, normal
+from tests.sampling import oracle
 from zl.errors import ShapeError
 from zl.gpu import pinned
 from zl.gpu.kernels import context_loader
 from zl.gpu.kernels.context_loader import Context, Plan, Rows, load_context, load_context_reference
 from zl.gpu.kernels.embed_rows import embed_rows, embed_rows_reference
 from zl.gpu.kernels.filter_update import filter_update, filter_update_reference
+from zl.sampling.filter import KINDS, Filter
 from zl.shapes import PAGE, pages_for
 
-VOCAB, MAX_LEN = 101, 96
+VOCAB, MAX_LEN = 1_100, 96
+EXACT, BLOOM = (Filter(kind, VOCAB) for kind in KINDS)
 BOTH = pinned.SAMPLE | pinned.FIRST
 
 
-def make_step(seed: int, segments, capacity: int) -> tuple[Plan, Rows]:
+def make_step(seed: int, segments, capacity: int, form: Filter = EXACT) -> tuple[Plan, Rows]:
     """Make a plan of `segments` (start, tokens, flags) for distinct rows; places beyond them hold garbage."""
     g = torch.Generator().manual_seed(seed)
 
@@ -41,7 +44,6 @@ def make_step(seed: int, segments, capacity: int) -> tuple[Plan, Rows]:
     table, old_table = (column(0, 500, capacity, depth) for _ in range(2))
     table[:, depth - 1] = -1
     old_table[:, depth - 1] = -1
-    words = -(-VOCAB // 32)
     return plan, Rows(
         table,
         old_table,
@@ -49,17 +51,17 @@ def make_step(seed: int, segments, capacity: int) -> tuple[Plan, Rows]:
         column(0, MAX_LEN, capacity),
         column(0, VOCAB, capacity),
         column(0, 2, capacity, dtype=torch.uint8),
-        column(-(2**31), 2**31, capacity, words),
+        column(-(2**31), 2**31, capacity, form.words),
     )
 
 
-def compare(plan: Plan, rows: Rows, n_tokens: int) -> Context:
+def compare(plan: Plan, rows: Rows, n_tokens: int, form: Filter = EXACT) -> Context:
     """Run loader and reference from the same state with poisoned outputs; return the loader's context."""
     n_places = plan.seg_row.shape[0]
     mine, theirs = (Context(*(t.fill_(77) for t in Context.allocate(n_tokens, n_places, DEVICE))) for _ in range(2))
     other = Rows(*(t.clone() for t in rows))
-    load_context(plan, rows, mine, vocab=VOCAB)
-    load_context_reference(plan, other, theirs, vocab=VOCAB)
+    load_context(plan, rows, mine, form)
+    load_context_reference(plan, other, theirs, form)
     for name, found, expected in zip(Context._fields, mine, theirs, strict=True):
         assert torch.equal(found, expected), name
     for name, found, expected in zip(Rows._fields, rows, other, strict=True):
@@ -71,9 +73,12 @@ SEGMENT = st.tuples(st.integers(0, 60), st.sampled_from([0, 1, 1, 3, 31, 33]), s
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(SEGMENT, max_size=5), st.integers(0, 2), st.integers(0, 10_000), st.sampled_from([16, 64, 200]))
-def test_any_plan_equals_reference(segments, spare, seed, n_tokens):
-    compare(*make_step(seed, segments, max(1, len(segments) + spare)), n_tokens)
+@given(
+    st.lists(SEGMENT, max_size=5), st.integers(0, 2), st.integers(0, 10_000), st.sampled_from([16, 64, 200]),
+    st.sampled_from([EXACT, BLOOM]),
+)  # fmt: skip
+def test_any_plan_equals_reference(segments, spare, seed, n_tokens, form):
+    compare(*make_step(seed, segments, max(1, len(segments) + spare), form), n_tokens, form)
 
 
 def test_256_rows_of_one_token():
@@ -100,12 +105,14 @@ def test_a_done_row_computes_nothing_and_a_first_segment_revives_it():
     assert rows.done[plan.seg_row.long()].tolist() == [1, 0]
 
 
-def test_the_bitmap_is_the_exact_set_of_the_prompt():
-    plan, rows = make_step(4, [(0, 1, pinned.FIRST)], 1)
+@pytest.mark.parametrize("form", [EXACT, BLOOM], ids=KINDS)
+def test_the_filter_holds_the_prompt_and_nothing_else(form):
+    plan, rows = make_step(4, [(0, 1, pinned.FIRST)], 1, form)
     rows.prompt_len[0] = 60
-    compare(plan, rows, 16)
-    words = rows.seen[0].tolist()
-    assert {i for i in range(VOCAB) if words[i // 32] >> i % 32 & 1} == set(rows.prompt_ids[0, :60].tolist())
+    compare(plan, rows, 16, form)
+    words, ids = rows.seen[0].tolist(), rows.prompt_ids[0, :60].tolist()
+    bits = {i for i in range(32 * form.words) if words[i // 32] >> i % 32 & 1}
+    assert bits == (set(ids) if form is EXACT else {bit for token in ids for bit in oracle.bloom_bits(token)})
 
 
 def test_the_last_token_clears_the_rest_of_a_page_that_this_step_opens():
@@ -122,14 +129,17 @@ def test_flags_are_those_of_the_columns():
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(-2, VOCAB + 1), min_size=1, max_size=9), st.integers(0, 1000))
-def test_filter_update_equals_reference(tokens, seed):
+@given(
+    st.lists(st.integers(-2, VOCAB + 1), min_size=1, max_size=9), st.integers(0, 1000), st.sampled_from([EXACT, BLOOM])
+)
+def test_filter_update_equals_reference(tokens, seed, form):
     g = torch.Generator().manual_seed(seed)
-    seen = torch.randint(-(2**31), 2**31, (len(tokens), -(-VOCAB // 32)), generator=g).to(torch.int32).to(DEVICE)
+    seen = torch.randint(-(2**31), 2**31, (len(tokens), form.words), generator=g)
+    seen = (seen & torch.randint(-(2**31), 2**31, seen.shape, generator=g)).to(torch.int32).to(DEVICE)
     rows = ints(torch.randperm(len(tokens), generator=g).tolist())
     expected = seen.clone()
-    filter_update(ints(tokens), rows, seen, vocab=VOCAB)
-    filter_update_reference(ints(tokens), rows, expected, vocab=VOCAB)
+    filter_update(ints(tokens), rows, seen, form)
+    filter_update_reference(ints(tokens), rows, expected, form)
     assert torch.equal(seen, expected)
 
 
@@ -152,7 +162,7 @@ def test_launchers_refuse_wrong_arguments():
 
     def refused(argument: str, plan: Plan = plan, rows: Rows = rows, context: Context = context) -> None:
         with pytest.raises(ShapeError) as error:
-            load_context(plan, rows, context, vocab=VOCAB)
+            load_context(plan, rows, context, EXACT)
         assert error.value.argument == argument
 
     refused("seg_len", plan=plan._replace(seg_len=ints([1])))
@@ -166,6 +176,6 @@ def test_launchers_refuse_wrong_arguments():
     refused("positions", context=context._replace(positions=context.positions[:3]))
     refused("out.last_index", context=context._replace(last_index=context.last_index.long()))
     with pytest.raises(ShapeError):
-        filter_update(ints([1]), ints([0, 1]), rows.seen, vocab=VOCAB)
+        filter_update(ints([1]), ints([0, 1]), rows.seen, EXACT)
     with pytest.raises(ShapeError):
         embed_rows(ints([1]), torch.zeros(4, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE), ints([1]))

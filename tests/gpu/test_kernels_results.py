@@ -19,8 +19,9 @@ from zl.gpu.kernels.sampling_columns import (
     gather_sampling_reference,
 )
 from zl.gpu.kernels.stop_check import Draws, Results, RowLimits, stop_check, stop_check_reference
+from zl.sampling.filter import KINDS, Filter
 
-VOCAB = 70
+VOCAB = 1_100
 
 
 def make_context(g: torch.Generator, n: int, capacity: int) -> Context:
@@ -41,23 +42,23 @@ def make_context(g: torch.Generator, n: int, capacity: int) -> Context:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 7), st.integers(0, 1000))
-def test_gather_equals_reference(n, seed):
+@given(st.integers(1, 7), st.integers(0, 1000), st.sampled_from([Filter(kind, VOCAB) for kind in KINDS]))
+def test_gather_equals_reference(n, seed, form):
     g = torch.Generator().manual_seed(seed)
     context = make_context(g, n, n + 2)
     rows = RowSampling(
         *(torch.rand(n + 2, generator=g).to(DEVICE) for _ in range(3)),
         torch.randint(-(2**62), 2**62, (n + 2,), generator=g).to(DEVICE),
     )
-    seen = torch.randint(-(2**31), 2**31, (n + 2, 3), generator=g).to(torch.int32).to(DEVICE)
+    seen = torch.randint(-(2**31), 2**31, (n + 2, form.words), generator=g).to(torch.int32).to(DEVICE)
     length = ints(torch.randint(1, 5, (n + 2,), generator=g).tolist())
     found, expected = (SegmentSampling(*(t.fill_(9) for t in SegmentSampling.allocate(n, VOCAB, DEVICE))) for _ in "ab")
-    gather_sampling(context, length, rows, seen, found, vocab=VOCAB)
-    gather_sampling_reference(context, length, rows, seen, expected, vocab=VOCAB)
+    gather_sampling(context, length, rows, seen, found, form)
+    gather_sampling_reference(context, length, rows, seen, expected, form)
     for name, a, b in zip(SegmentSampling._fields, found, expected, strict=True):
         assert torch.equal(a, b), name
     with pytest.raises(ShapeError):
-        gather_sampling(context, length[:1], rows, seen, found, vocab=VOCAB)
+        gather_sampling(context, length[:1], rows, seen, found, form)
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,6 +10,7 @@ from tests.gpu.native_kit import Bench, Piece, random_weights, tiny
 from tests.sampling.native import NativeSampler
 from zl.gpu.native.build import available_levels, have_compiler, library
 from zl.gpu.pinned import FIRST, IGNORE_EOS, LOGPROBS, NUMERIC, SAMPLE
+from zl.sampling.filter import KINDS
 from zl.sampling.profiles import PROFILES
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler or no AVX2: nothing native to test")
@@ -21,16 +22,17 @@ SETTINGS = [
 BAD = 7  # a token whose embedding is no number
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", available_levels())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(("vocab", "n_rows"), [(333, 3), (1024, 40), (97, 9)])
-def test_a_step_draws_as_the_sampler_alone(vocab: int, n_rows: int, dtype: torch.dtype, level: str) -> None:
+def test_a_step_draws_as_the_sampler_alone(vocab: int, n_rows: int, dtype: torch.dtype, level: str, kind: str) -> None:
     shape = tiny(vocab=vocab, tied=False)
     weights = random_weights(shape, dtype)
     weights["head"] *= 6  # peaks and a tail, as models have
     weights["embed"][BAD] = torch.nan
     rng = np.random.default_rng(vocab)
-    with Bench(shape, weights, rows=n_rows, threads=2, level=level) as bench:
+    with Bench(shape, weights, rows=n_rows, threads=2, level=level, penalty_filter=kind) as bench:
         columns = bench.columns
         for row in range(n_rows):
             columns.temperature[row], columns.top_p[row], columns.penalty[row] = SETTINGS[row % len(SETTINGS)]
@@ -50,9 +52,8 @@ def test_a_step_draws_as_the_sampler_alone(vocab: int, n_rows: int, dtype: torch
                 logits = bench.step.logits()
                 for i, piece in enumerate(pieces):
                     row = piece.row
-                    seen = before[row]
-                    if not turn:
-                        seen = alone.seen(columns.prompt_ids[row, :5])
+                    prompt = columns.prompt_ids[row, :5]
+                    seen = alone.bitmap(before[row], kind) if turn else alone.seen(prompt, (), kind)
                     token, logprob, flags = alone.row(
                         logits[i], seen=seen, temperature=columns.temperature[row], top_p=columns.top_p[row],
                         penalty=columns.penalty[row], seed=row, index=turn, logprob=row % 2,

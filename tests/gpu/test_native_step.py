@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.gpu.native_kit import SMOL, Bench, Piece, random_weights, reference, tiny
+from tests.sampling import oracle
 from zl.errors import DeviceError, InvariantError, ShapeError
 from zl.gpu.native.build import available_levels, have_compiler, pick_level
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED
+from zl.sampling.filter import KINDS
 from zl.shapes import RopeScaling
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler or no AVX2: nothing native to test")
@@ -58,20 +60,22 @@ def test_logits_and_kv_match_reference(case: str, dtype: torch.dtype, level: str
                 assert error.mean() / right.abs().mean() < (1e-6 if dtype == F32 else 6e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", available_levels())
-def test_greedy_decode_follows_reference(level: str) -> None:
+def test_greedy_decode_follows_reference(level: str, kind: str) -> None:
     shape = tiny()
     weights = random_weights(shape, F32)
     ids = prompt(30, shape.vocab)
-    with Bench(shape, weights, level=level) as bench:
+    with Bench(shape, weights, level=level, penalty_filter=kind) as bench:
         bench.seat(3, ids, room=10)
         slot = bench.run(Piece(3, 0, 30, FIRST | SAMPLE))
         made = [int(slot.out_token[0])]
         for i in range(9):
             made.append(int(bench.run(Piece(3, 30 + i, 1, SAMPLE)).out_token[0]))
         assert bench.step.last_token[3] == made[-1]
-        seen = {i for i in range(shape.vocab) if bench.step.seen[3, i >> 5] >> (i & 31) & 1}
-        assert seen == set(ids) | set(made)
+        bits = bench.step.filter.bitmaps(bench.step.seen[3:4])[0]
+        seen = {i for i in range(shape.vocab) if bits[i >> 5] >> (i & 31) & 1}
+        assert seen == oracle.taken_for_seen([*ids, *made], shape.vocab, kind)
     for i, token in enumerate(made):
         assert token == int(reference(shape, weights, ids + made[:i])[0][-1].argmax())
 

@@ -139,6 +139,15 @@ def test_a_server_on_cuda_guards_the_program_and_keeps_its_slot_from_the_loop():
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_bloom_filter_reaches_the_program_and_the_start_log(dtype, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    engine, _, lines, _ = opened(dtype, penalty_filter="bloom")
+    assert engine._filter.bloom
+    assert engine.name.endswith(", Bloom penalty filter")
+    assert engine.name in lines[-1]
+
+
 def test_debug_addresses_reaches_the_program():
     engine, _, _, columns = opened("bfloat16", debug_addresses=True)
     columns.seed = columns.seed.copy()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sampling.native import LEVELS, NativeSampler, bitmap, compile_level, cpu_flags
+from tests.sampling.native import LEVELS, NativeSampler, compile_level, cpu_flags
 from zl.sampling import sampler
+from zl.sampling.filter import Filter
 
 
 class TorchSampler:
@@ -33,10 +34,11 @@ class TorchSampler:
         x = sampler.penalise(torch.from_numpy(logits)[None], torch.from_numpy(mask)[None], torch.tensor([penalty]))[0]
         return sampler.kept_tokens(x, float(np.float32(temperature)), float(np.float32(top_p))).numpy()
 
-    def seen(self, ids, later=()):
-        mask = np.zeros(self.vocab, bool)
-        mask[[*ids, *later]] = True
-        return bitmap(mask)
+    def seen(self, ids, later=(), kind="exact"):
+        form = Filter(kind, self.vocab)
+        row = np.zeros(form.words, np.uint32)
+        form.add(row, np.array([*ids, *later], np.int64))
+        return form.bitmaps(row[None])[0]
 
 
 def _unpack(words, vocab):

@@ -11,7 +11,7 @@ import numpy as np
 
 from zl.gpu.native.build import profile_flags
 
-SOURCE = Path(__file__).parents[2] / "zl" / "gpu" / "native" / "sample.cpp"
+SOURCES = [Path(__file__).parents[2] / "zl" / "gpu" / "native" / name for name in ("sample.cpp", "filter.cpp")]
 LEVELS = {
     "avx512": ("avx512f avx512bw avx512dq avx512vl avx2 fma", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
     "avx2": ("avx2 fma", {"avx2", "fma"}),
@@ -28,13 +28,13 @@ def cpu_flags() -> set[str]:
 
 
 def compile_level(level: str, folder: Path, profiles: Sequence[str] | None = None) -> Path:
-    """Compile sample.cpp with the level's flags and its symbol suffix. profiles: flags in place of the build's."""
+    """Compile the sampler with the level's flags and its symbol suffix. profiles: flags in place of the build's."""
     out = folder / f"sample_{level}.so"
     flags = [f"-m{name}" for name in LEVELS[level][0].split()]
     flags += profile_flags() if profiles is None else profiles
     command = ["g++", "-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off"]
     command += ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # g++ 12's intrinsics
-    subprocess.run([*command, *flags, f"-DZL_LEVEL={level}", str(SOURCE), "-o", str(out)], check=True)
+    subprocess.run([*command, *flags, f"-DZL_LEVEL={level}", *map(str, SOURCES), "-o", str(out)], check=True)
     return out
 
 
@@ -49,6 +49,12 @@ def bitmap(seen: np.ndarray) -> np.ndarray:
     return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
+class _Filter(ctypes.Structure):
+    """zl_filter."""
+
+    _fields_ = [("vocab", ctypes.c_int32), ("bloom", ctypes.c_int32)]
+
+
 class NativeSampler:
     """One level's functions and a scratch for one vocabulary. suffix: of the library's names."""
 
@@ -60,8 +66,11 @@ class NativeSampler:
         draw = [ctypes.c_uint64, ctypes.c_uint32]
         self._row = self._function(lib, "zl_sample_row", None, [p, i, p, f, f, f, *draw, p, p, p, p, i])
         self._kept = self._function(lib, "zl_sample_kept", i, [p, i, p, f, f, f, p, p])
-        self._build = self._function(lib, "zl_seen_build", None, [p, i, p, i])
-        self._add = self._function(lib, "zl_seen_add", None, [p, ctypes.c_int32])
+        self._words = self._function(lib, "zl_filter_words", i, [_Filter])
+        self._room = self._function(lib, "zl_filter_room", i, [_Filter])
+        self._build = self._function(lib, "zl_filter_build", None, [_Filter, p, p, i])
+        self._add = self._function(lib, "zl_filter_add", None, [_Filter, p, ctypes.c_int32])
+        self._bitmap = self._function(lib, "zl_filter_bitmap", p, [_Filter, p, p])
         self._uniform = self._function(lib, "zl_sample_uniform", f, [ctypes.c_uint64, ctypes.c_uint32])
         self.program = self._function(lib, "zl_sample_program", i, [f, f, f])
         self._free = self._function(lib, "zl_sample_scratch_free", None, [p])
@@ -93,14 +102,27 @@ class NativeSampler:
         assert n == -1 or n == kept.sum()
         return None if n < 0 else kept.astype(bool)
 
-    def seen(self, ids, later=()):
-        """Build a bitmap of ids, then add `later` one by one."""
-        ids = np.asarray(ids, np.int32)
-        words = np.full(-(-self.vocab // 32), 0xFFFFFFFF, np.uint32)
-        self._build(_pointer(words), self.vocab, _pointer(ids), len(ids))
+    def row_filter(self, ids, later=(), kind="exact"):
+        """Build a filter of ids, then add `later` one by one: uint32 [words]."""
+        form, ids = _Filter(self.vocab, kind == "bloom"), np.asarray(ids, np.int32)
+        row = np.full(self._words(form), 0xFFFFFFFF, np.uint32)
+        self._build(form, _pointer(row), _pointer(ids), len(ids))
         for token in later:
-            self._add(_pointer(words), token)
-        return words
+            self._add(form, _pointer(row), token)
+        return row
+
+    def bitmap(self, row, kind):
+        """Turn a row's filter into what the sampler reads: uint32 [ceil(vocab / 32)]."""
+        form = _Filter(self.vocab, kind == "bloom")
+        room = np.full(self._room(form) + 1, 0xFFFFFFFF, np.uint32)
+        found = self._bitmap(form, _pointer(row), _pointer(room))
+        assert found == (room if kind == "bloom" else row).ctypes.data
+        assert room[-1] == 0xFFFFFFFF
+        return (room if kind == "bloom" else row)[: -(-self.vocab // 32)].copy()
+
+    def seen(self, ids, later=(), kind="exact"):
+        """Give the bitmap that the sampler reads once ids were seen, then `later` one by one."""
+        return self.bitmap(self.row_filter(ids, later, kind), kind)
 
     def uniform(self, seed, index):
         return self._uniform(seed, index)

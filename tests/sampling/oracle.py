@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from scipy import stats
 
@@ -12,6 +14,30 @@ def penalised(logits, seen_ids, penalty):
     for token in set(seen_ids):
         x[token] = x[token] / np.float32(penalty) if x[token] > 0 else x[token] * np.float32(penalty)
     return x
+
+
+def taken_for_seen(ids, vocab, kind):
+    """Give the tokens that a filter takes for seen, a set: of a Bloom filter with its false positives."""
+    ids = {int(i) for i in ids}
+    if kind == "exact":
+        return ids
+    bits = {bit for token in ids for bit in bloom_bits(token)}
+    return {token for token in range(vocab) if all(bit in bits for bit in bloom_bits(token))}
+
+
+@functools.cache
+def bloom_bits(token):
+    """Give a token's four bits of 32,768, in plain integers.
+
+    A line of 512 bits by the upper six bits of a product, in it the word that is the token's among 512, in it the
+    token's bit among 32, turned by the product's next five bits.
+    """
+    bits = []
+    for factor in (0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xCC9E2D51):
+        product = (token // 512 + 1) * factor % 2**32
+        line, turn = product // 2**26, product // 2**21 % 32
+        bits.append(512 * line + token % 512 // 32 * 32 + (token + turn) % 32)
+    return bits
 
 
 def kept(x, temperature, top_p):

@@ -87,6 +87,12 @@ def test_framing_error_closes_the_connection(server, name):
             pass
 
 
+def test_the_server_reads_with_native_code(server):
+    """Else the vectors above would have tried protobuf alone."""
+    assert "INFO memory: " in server.text()  # this level is logged
+    assert "without native code" not in server.text()
+
+
 def test_vectors_through_nc(server):
     """`cat vector.bin | nc -N 127.0.0.1 PORT | xxd` as the README has it."""
     assert shutil.which("nc"), "install netcat-openbsd"

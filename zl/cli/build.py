@@ -25,8 +25,8 @@ examples:
   zl build --dtype float32 --cpu-level avx2 --out ./portable
 """
 
-SHAPING = ("dtype", "kv", "cpu_level", "max_model_len", "max_tokens", "default_tokens", "system_tokens",
-           "context_tokens", *POLICY)  # fmt: skip
+SHAPING = ("dtype", "kv", "penalty_filter", "cpu_level", "max_model_len", "max_tokens", "default_tokens",
+           "system_tokens", "context_tokens", *POLICY)  # fmt: skip
 """Settings that decide what is built."""
 
 

@@ -1,4 +1,4 @@
-"""What `zl ask` and `zl chat` share: flags for the connection and for sampling, and where the token comes from.
+"""What commands that connect share: flags for the connection and for sampling, and where the token comes from.
 
 Owns no state.
 """
@@ -16,11 +16,21 @@ if TYPE_CHECKING:
     from zl.client import Client, Options
 
 
+ADDRESS = "tcp:HOST:PORT, unix:PATH, or tls:HOST:PORT where the server has a certificate"
+
+
+def add_ca(parser: argparse._ActionsContainer) -> None:
+    """Add the flag that says who vouches for a server at a tls: address."""
+    parser.add_argument("--ca", metavar="FILE", help="with tls: PEM file of the authorities to believe (default: "
+                        "$ZL_CA, else the system's)")  # fmt: skip
+
+
 def add_connection(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say where the server is."""
     group = parser.add_argument_group("connection")
-    group.add_argument("--connect", metavar="ADDR", help="tcp:HOST:PORT or unix:PATH (default: $ZL_CONNECT, else the "
-                       "Unix socket of a server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
+    group.add_argument("--connect", metavar="ADDR", help=f"{ADDRESS} (default: $ZL_CONNECT, else the Unix socket of a "
+                       "server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
+    add_ca(group)
     group.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token (or set ZL_AUTH_TOKEN)")
     group.add_argument("--timeout", type=float, metavar="SECONDS", help="longest wait for a token (default: 120)")
 
@@ -49,7 +59,8 @@ def connect(args: argparse.Namespace) -> Client:
         token = read_token(args.auth_token_file)
     else:
         token = os.environ.get("ZL_AUTH_TOKEN", "")
-    return Client(args.connect, timeout=Timeouts(min(5.0, timeout), timeout, timeout), auth_token=token)
+    limits = Timeouts(min(5.0, timeout), timeout, timeout)
+    return Client(args.connect, timeout=limits, auth_token=token, ca_file=args.ca)
 
 
 def options(args: argparse.Namespace) -> Options:

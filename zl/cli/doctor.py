@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 
 from zl import __version__
+from zl.compiled import compiler as find_compiler
 from zl.config import Settings, load
 from zl.errors import ConfigError, ZlError
 from zl.gpu.native import build as native
@@ -51,7 +52,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     """Look at everything that decides how `zl serve` runs with these settings."""
     levels = native.available_levels()
     gpu = doctor_gpu.find_gpu()
-    compiler = native.compiler()
+    compiler = find_compiler()
     yield Finding(OK, "zl", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     yield from _packages()
     yield _cpu(levels)

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zl.cli.connecting import ADDRESS, add_ca
 from zl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ _LOOK_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the address, the scenario and what it is made of."""
     names = ("alone", "mid", "full", "max", "poisson", "shared", "mixed", "long", "idle")
-    parser.add_argument("address", nargs="?", metavar="ADDR", help="tcp:HOST:PORT or unix:PATH (default: $ZL_CONNECT, "
-                        "else the Unix socket of a server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
+    parser.add_argument("address", nargs="?", metavar="ADDR", help=f"{ADDRESS} (default: $ZL_CONNECT, else the Unix "
+                        "socket of a server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
     parser.add_argument("--scenario", choices=names, default="mid", help="default: mid; the flags below change it")
     group = parser.add_argument_group("scenario")
     for name, kind, about in (
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     group.add_argument("--connections", type=int, default=0, metavar="N", help="connections for all streams together "
                        "(default: one a stream; with --client one)")  # fmt: skip
+    add_ca(group)
     group.add_argument("--client", action="store_true", help="go through zl.client.AsyncClient, to measure that")
     group.add_argument("--server-pid", type=int, metavar="PID", help="whose CPU seconds to report (default: the "
                        "process at the other end of a Unix socket)")  # fmt: skip
@@ -150,7 +152,7 @@ async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int)
     from zl.tools.scenarios import run_plan
     from zl.tools.traces import summarise
 
-    driver: Driver = (ClientStreams if args.client else Streams)(address, args.connections)
+    driver: Driver = (ClientStreams if args.client else Streams)(address, args.connections, args.ca)
     try:
         await driver.connect(plan.streams)
         if not pid and isinstance(driver, Streams):

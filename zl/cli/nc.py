@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from zl.cli.connecting import ADDRESS, add_ca
+
 HELP = "send frames, print answers"
 DESCRIPTION = """\
-Send the bytes of files, or of stdin, to a server as they are, close the sending side, and print what comes back: text
+Send the bytes of files, or of stdin, to a server as they are, close the sending side (with TLS, which cannot be closed
+on one side alone, only when all is answered), and print what comes back: text
 (each answer in turn, pongs as "pong"), one JSON object a frame, or the raw bytes. Errors are lines on stderr.
 
 Exit status: 0 every request was answered; 3 some request ended with an error; 4 no connection, or it broke or went
@@ -23,15 +26,16 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the address, the files and the flags."""
-    parser.add_argument("address", metavar="ADDR", help="tcp:HOST:PORT or unix:PATH")
+    parser.add_argument("address", metavar="ADDR", help=ADDRESS)
     parser.add_argument("files", nargs="*", metavar="FILE", help="what to send (default: stdin; - is stdin too)")
     parser.add_argument("--output", choices=("text", "json", "raw"), default="text", help="default: text")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
                         help="longest silence of the server, also while connecting (default: 120)")  # fmt: skip
+    add_ca(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Send and print; the status says how it went."""
     from zl.tools.netcat import exchange
 
-    return exchange(args.address, args.files or ["-"], args.output, args.timeout)
+    return exchange(args.address, args.files or ["-"], args.output, args.timeout, args.ca)

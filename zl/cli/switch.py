@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from zl.cli.connecting import add_ca
+
 HELP = "have another instance serve, without a failed request"
 DESCRIPTION = """\
 Blue/green and rolling restarts. `zl switch green` starts green, waits until it answers a ping, its readiness URL and a
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="the instance that is to serve, such as blue or green")
     parser.add_argument("--roll", action="store_true", help="restart all that serve, one after the other")
     parser.add_argument("--config", metavar="FILE", help="default: /etc/zl/switch.toml")
+    add_ca(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.name and args.roll:
         raise ConfigError("zl switch: give either a name or --roll")
-    plan = fleet.load(args.config or fleet.DEFAULT_FILE)
+    plan = fleet.load(args.config or fleet.DEFAULT_FILE, args.ca or "")
     if not args.name and not args.roll:
         serving = 0
         for each in plan.instances:

@@ -6,7 +6,7 @@
         for chunk in client.stream("What is the capital of France?"):
             print(chunk.text, end="", flush=True)
 
-Owns no state. Imports nothing heavier than protobuf; asyncio comes only with the first use of what needs it.
+Owns no state. Imports nothing heavier than protobuf; asyncio and ssl come only with the first use of what needs them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from zl.client.errors import (
     ServerError,
     StreamBroken,
     TimedOut,
+    TlsFailed,
     Unauthenticated,
     UnsupportedContent,
     ZlClientError,
@@ -68,6 +69,7 @@ __all__ = [
     "StreamBroken",
     "TimedOut",
     "Timeouts",
+    "TlsFailed",
     "Unauthenticated",
     "UnsupportedContent",
     "Usage",

@@ -8,18 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
-from zl.address import TcpAddress
+from zl.address import Target, TcpAddress, UnixAddress
 from zl.client import endpoints
 from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, ServerInfo, Timeouts, join, request_fields
+from zl.client.trust import Trust
 from zl.client.wire import MAX_BUFFERED, Call, Wire
 from zl.net.codec import Operation
 
 _READ_BYTES = 1 << 16
+_GOODBYE_S = 1.0
+"""How long a closing TLS connection waits for the server's goodbye; asyncio itself would wait for half a minute."""
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class AsyncClient:
@@ -34,9 +40,12 @@ class AsyncClient:
         *,
         timeout: float | Timeouts | None = None,
         auth_token: str = "",
+        ca_file: str | os.PathLike[str] | Trust | None = None,
         max_buffered: int = MAX_BUFFERED,
     ):
         self._address = address
+        self._trust = Trust.of(ca_file)
+        self._target: Target | None = None
         self._timeouts = Timeouts.of(timeout)
         self._token = auth_token
         self._wire = Wire(max_buffered)
@@ -49,7 +58,12 @@ class AsyncClient:
         """Connect and, where there is a token, say hello with it."""
         if self._task is not None:
             return self
-        reader, self._writer = await _connect(self._address, self._timeouts.connect)
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        transport, protocol, self._target = await open_transport(
+            lambda: asyncio.StreamReaderProtocol(reader, loop=loop), self._address, self._timeouts.connect, self._trust
+        )
+        self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         self._wire.closed = ""
         self._task = asyncio.create_task(self._read(reader), name="zl client reader")
         if self._token:
@@ -102,7 +116,8 @@ class AsyncClient:
         self.write(frame)
         if not await wait_for(lambda: self._wire.ponged(number) or bool(self._wire.closed), self._pong,
                               self._timeouts.connect):  # fmt: skip
-            raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s", phase="ping")
+            more = endpoints.silent(self._target, self._wire.heard)
+            raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s{more}", phase="ping")
         if not self._wire.ponged(number):
             raise ConnectionFailed(self._wire.closed)
         return time.monotonic() - start
@@ -160,7 +175,7 @@ class AsyncClient:
         return call
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        reason = "the server closed the connection"
+        reason = ""
         try:
             while data := await reader.read(_READ_BYTES):
                 self.write(self._wire.receive(data))
@@ -168,8 +183,8 @@ class AsyncClient:
                 if self._wire.closed:
                     return
         except OSError as error:
-            reason = f"the connection broke: {error.strerror or error}"
-        self._wire.lost(reason)
+            reason = endpoints.broke(error)
+        self._wire.lost(reason or endpoints.ended(self._target, self._wire.heard))
         self._pong.set()
 
 
@@ -250,15 +265,28 @@ async def wait_for(ready: Callable[[], bool], changed: asyncio.Event, timeout: f
     return True
 
 
-async def _connect(text: str | None, timeout: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_transport(
+    factory: Callable[[], P], text: str | None, timeout: float, trust: Trust
+) -> tuple[asyncio.Transport, P, Target]:
+    """Connect to an address, or to the default ones for None; the one place where asyncio's clients open sockets.
+
+    timeout  seconds for all of it, a TLS handshake included
+    Raises   ConnectionFailed, TlsFailed; ConfigError: the text is no address, or the CA file cannot be used
+    """
     addresses = endpoints.candidates(text)
+    loop = asyncio.get_running_loop()
     last = OSError("nothing to try")
     for address in addresses:
         try:
             async with asyncio.timeout(None if math.isinf(timeout) else timeout):
+                if isinstance(address, UnixAddress):
+                    return *await loop.create_unix_connection(factory, address.path), address
                 if isinstance(address, TcpAddress):
-                    return await asyncio.open_connection(address.host, address.port)
-                return await asyncio.open_unix_connection(address.path)
+                    return *await loop.create_connection(factory, address.host, address.port), address
+                return *await loop.create_connection(
+                    factory, address.host, address.port, ssl=trust.context(), server_hostname=address.host,
+                    ssl_shutdown_timeout=_GOODBYE_S,
+                ), address  # fmt: skip
         except OSError as error:  # TimeoutError is one
             last = error
-    raise endpoints.failure(addresses, last)
+    raise endpoints.failure(addresses, last, trust.ca_file) from last

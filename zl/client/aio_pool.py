@@ -7,6 +7,7 @@ way. For one loop; not for use from other threads.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple, Self, Unpack
@@ -16,6 +17,7 @@ from zl.client.balancer import Balancer, Endpoint, Retry
 from zl.client.errors import ConnectionFailed, Draining, StreamBroken, TimedOut, ZlClientError
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
 from zl.client.pool import ATTEMPTS, PATIENCE_S
+from zl.client.trust import Trust
 
 
 class AsyncAttempt(NamedTuple):
@@ -35,6 +37,7 @@ class AsyncPool:
         *,
         timeout: float | Timeouts | None = None,
         auth_token: str = "",
+        ca_file: str | os.PathLike[str] | Trust | None = None,
         patience: float = PATIENCE_S,
         attempts: int = ATTEMPTS,
         clock: Callable[[], float] = time.monotonic,
@@ -43,6 +46,8 @@ class AsyncPool:
         self._balancer = Balancer(addresses)
         self._timeout = timeout
         self._token = auth_token
+        self._trust = Trust.of(ca_file)
+        self._trust.check(each.address for each in self._balancer.endpoints)
         self._patience = patience
         self._attempts = attempts
         self._clock = clock
@@ -150,18 +155,21 @@ class AsyncPool:
                 await client.close()
                 client = None
             if client is None:
-                client = await AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token)
+                client = await self._connection(endpoint)
                 self._clients[endpoint] = client
             return client
 
+    def _connection(self, endpoint: Endpoint) -> AsyncClient:
+        return AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust)
+
     async def _probe(self, endpoint: Endpoint) -> None:
-        client = AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token)
+        client = self._connection(endpoint)
         try:
             await client.connect()
             await client.ping()
-        except ZlClientError:
+        except ZlClientError as error:
             await client.close()
-            self._balancer.dead(endpoint, self._clock())
+            self._balancer.dead(endpoint, self._clock(), error)
             return
         except BaseException:
             await client.close()

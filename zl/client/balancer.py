@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from zl.address import parse_address
+from zl.address import parse_target
 from zl.client.errors import (
     ConnectionFailed,
     DeadlineExceeded,
     Draining,
     Overloaded,
+    RequestRefused,
     ServerError,
     StreamBroken,
     TimedOut,
+    TlsFailed,
     ZlClientError,
 )
 from zl.client.messages import Options
@@ -34,9 +36,12 @@ PROBING_S = 0.02
 
 
 class Endpoint:
-    """One server. `probe_at` None: it is taken to be alive; otherwise when it is to be tried next."""
+    """One server. `probe_at` None: it is taken to be alive; otherwise when it is to be tried next.
 
-    __slots__ = ("address", "failures", "free_at", "in_flight", "leaving_until", "probe_at", "probing")
+    wrong  why waiting for it is no use: its certificate, say; empty where it may just be down
+    """
+
+    __slots__ = ("address", "failures", "free_at", "in_flight", "leaving_until", "probe_at", "probing", "wrong")
 
     def __init__(self, address: str):
         self.address = address
@@ -46,10 +51,15 @@ class Endpoint:
         self.leaving_until = 0.0
         self.probe_at: float | None = None
         self.probing = False
+        self.wrong = ""
 
     def __repr__(self) -> str:
-        state = "alive" if self.probe_at is None else f"ejected after {self.failures} failures"
+        state = "alive" if self.probe_at is None else self.wrong or f"ejected after {self.failures} failures"
         return f"<{self.address}: {state}, {self.in_flight} in flight>"
+
+
+def _why(endpoint: Endpoint, error: TlsFailed) -> str:
+    return str(error).removeprefix(f"cannot connect to {endpoint.address}: ")
 
 
 class Balancer:
@@ -60,7 +70,7 @@ class Balancer:
 
     def __init__(self, addresses: str | Iterable[str]):
         texts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
-        names = [str(parse_address(text.strip())) for text in texts if text.strip()]
+        names = [str(parse_target(text.strip())) for text in texts if text.strip()]
         if not names:
             raise ConfigError("there are no endpoints: write for example tcp:10.0.0.1:7433,tcp:10.0.0.2:7433")
         if len(set(names)) < len(names):
@@ -110,6 +120,18 @@ class Balancer:
             endpoint.failures = 1
             endpoint.probe_at = now
 
+    def distrust(self, endpoint: Endpoint, now: float, error: TlsFailed) -> None:
+        """Eject an endpoint with which TLS does not come about; probes find out when somebody has put that right."""
+        endpoint.wrong = _why(endpoint, error)
+        if endpoint.probe_at is None:
+            endpoint.failures = 1
+            endpoint.probe_at = now + FIRST_DELAY_S
+
+    @property
+    def hopeless(self) -> bool:
+        """Say whether there is nothing to wait for: no endpoint is usable, nor merely down, nor being asked."""
+        return all(each.wrong and each.probe_at is not None and not each.probing for each in self.endpoints)
+
     def due(self, now: float) -> list[Endpoint]:
         """Give the ejected endpoints that are to be probed now; each until `alive` or `dead` is said of it."""
         found = [each for each in self.endpoints
@@ -120,11 +142,12 @@ class Balancer:
 
     def alive(self, endpoint: Endpoint) -> None:
         """Take an endpoint back: a probe was answered."""
-        endpoint.probing, endpoint.probe_at, endpoint.failures = False, None, 0
+        endpoint.probing, endpoint.probe_at, endpoint.failures, endpoint.wrong = False, None, 0, ""
 
-    def dead(self, endpoint: Endpoint, now: float) -> None:
+    def dead(self, endpoint: Endpoint, now: float, error: ZlClientError | None = None) -> None:
         """Note that a probe failed; the next comes after a delay that doubles up to half a minute."""
         endpoint.probing = False
+        endpoint.wrong = _why(endpoint, error) if isinstance(error, TlsFailed) else ""
         endpoint.probe_at = now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (endpoint.failures - 1))
         endpoint.failures += 1
 
@@ -174,7 +197,10 @@ class Retry:
         stale   a newer connection has replaced it: what happens to it says nothing about the endpoint
         """
         again = error.tokens_received == 0
-        if isinstance(error, ConnectionFailed | StreamBroken):
+        if isinstance(error, TlsFailed):
+            balancer.distrust(endpoint, now, error)
+            again = len(balancer.endpoints) > 1
+        elif isinstance(error, ConnectionFailed | StreamBroken):
             if not stale:
                 balancer.lost(endpoint, now)
         elif isinstance(error, Overloaded):
@@ -198,7 +224,10 @@ class Retry:
         Raises  the last error, or ConnectionFailed: patience ends sooner
         """
         seconds = balancer.wait(now)
-        if now + seconds > self.give_up_at:
+        if balancer.hopeless or now + seconds > self.give_up_at:
             states = ", ".join(map(repr, balancer.endpoints))
+            if any(each.wrong for each in balancer.endpoints) and not isinstance(self.last, RequestRefused | TimedOut):
+                kind = TlsFailed if balancer.hopeless else ConnectionFailed
+                raise kind(f"no endpoint can be used: {states}") from self.last
             raise self.last or ConnectionFailed(f"no endpoint can be used: {states}; are the servers running?")
         return max(seconds, 0.001)

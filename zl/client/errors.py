@@ -17,6 +17,10 @@ class ConnectionFailed(ZlClientError, ConnectionError):  # noqa: N818 (says what
     """No connection, or it is gone and nothing was being answered on it."""
 
 
+class TlsFailed(ConnectionFailed):
+    """No TLS comes about: the certificate is not to be trusted, or none is spoken there. Asking again is no help."""
+
+
 class StreamBroken(ZlClientError, ConnectionError):  # noqa: N818
     """The connection ended in the middle of an answer."""
 

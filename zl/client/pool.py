@@ -7,6 +7,7 @@ asyncio; aio_pool.py is the same for it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from zl.client.balancer import Balancer, Endpoint, Retry
 from zl.client.errors import ConnectionFailed, Draining, StreamBroken, TimedOut, ZlClientError
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
 from zl.client.sync import Client, Stream
+from zl.client.trust import Trust
 
 PATIENCE_S = 30.0
 ATTEMPTS = 10
@@ -32,7 +34,8 @@ class Attempt(NamedTuple):
 class Pool:
     """Several servers as one.
 
-    addresses  `tcp:HOST:PORT` or `unix:PATH`, a list of them or a text with commas between
+    addresses  `tcp:HOST:PORT`, `unix:PATH` or `tls:HOST:PORT`, a list of them or a text with commas between
+    timeout, auth_token, ca_file   as of `Client`
     patience   seconds that a request may wait for an endpoint and be tried again in
     attempts   how often it is tried at most
     clock, sleep   for tests
@@ -45,6 +48,7 @@ class Pool:
         *,
         timeout: float | Timeouts | None = None,
         auth_token: str = "",
+        ca_file: str | os.PathLike[str] | Trust | None = None,
         patience: float = PATIENCE_S,
         attempts: int = ATTEMPTS,
         clock: Callable[[], float] = time.monotonic,
@@ -53,6 +57,8 @@ class Pool:
         self._balancer = Balancer(addresses)
         self._timeout = timeout
         self._token = auth_token
+        self._trust = Trust.of(ca_file)
+        self._trust.check(each.address for each in self._balancer.endpoints)
         self._patience = patience
         self._attempts = attempts
         self._clock = clock
@@ -172,20 +178,20 @@ class Pool:
                 client.close()
                 client = None
             if client is None:
-                client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token)
+                client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust)
                 self._keep(endpoint, client)
             return client
 
     def _probe(self, endpoint: Endpoint) -> None:
         client: Client | None = None
         try:
-            client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token)
+            client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust)
             client.ping()
-        except ZlClientError:
+        except ZlClientError as error:
             if client is not None:
                 client.close()
             with self._lock:
-                self._balancer.dead(endpoint, self._clock())
+                self._balancer.dead(endpoint, self._clock(), error)
             return
         self._keep(endpoint, client)
         with self._lock:

@@ -1,38 +1,39 @@
-"""The client for ordinary code and threads: blocking calls over one socket.
+"""The client for ordinary code and threads: blocking calls over one connection.
 
-State: the socket and the wire's books. Any number of threads may use one client: whoever waits for something first
-reads the socket for all, the others sleep until their frames have come. Refuses asyncio.
+State: the channel and the wire's books. Any number of threads may use one client: whoever waits for something first
+reads for all, the others sleep until their frames have come. Refuses asyncio.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import select
-import socket
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Self, Unpack
 
-from zl.address import TcpAddress
 from zl.client import endpoints
+from zl.client.channel import open_channel
 from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, ServerInfo, Timeouts, join, request_fields
+from zl.client.trust import Trust
 from zl.client.wire import MAX_BUFFERED, Call, Wire
 from zl.net.codec import Operation
 
-_RECV_BYTES = 1 << 16
 _LAST_WORDS_S = 1.0
 
 
 class Client:
     """A connection to a server.
 
-    address     `tcp:HOST:PORT` or `unix:PATH`; None: `ZL_CONNECT`, the default Unix socket, or port 7433 here
+    address     `tcp:HOST:PORT`, `unix:PATH`, or `tls:HOST:PORT` where the server has a certificate, which must be for
+                HOST; None: `ZL_CONNECT`, the default Unix socket, or port 7433 here
     timeout     seconds for each wait, or Timeouts; None: the defaults of Timeouts
     auth_token  said first where the server asks for one
-    Raises      ConnectionFailed, Unauthenticated; ConfigError: no such kind of address
+    ca_file     for tls: PEM file with the authorities to believe, or a Trust to share; None: `ZL_CA`, else the system's
+    Raises      ConnectionFailed, TlsFailed, Unauthenticated; ConfigError: no such kind of address
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class Client:
         *,
         timeout: float | Timeouts | None = None,
         auth_token: str = "",
+        ca_file: str | os.PathLike[str] | Trust | None = None,
         max_buffered: int = MAX_BUFFERED,
     ):
         self._timeouts = Timeouts.of(timeout)
         self._wire = Wire(max_buffered)
         self._changed = threading.Condition()  # guards the wire's books and `_reading`
-        self._sending = threading.RLock()  # reentrant: __del__ of a Stream may come while this thread sends
         self._reading = False
-        self._socket = open_socket(address, None if math.isinf(self._timeouts.connect) else self._timeouts.connect)
+        self._channel = open_channel(address, self._timeouts.connect, Trust.of(ca_file))
         if auth_token:
             try:
                 self.hello(auth_token)
@@ -94,7 +95,8 @@ class Client:
             number, frame = self._wire.ping()
         self._send(frame)
         if not self.pump(lambda: self._wire.ponged(number) or bool(self._wire.closed), self._timeouts.connect):
-            raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s", phase="ping")
+            more = endpoints.silent(self._channel.address, self._wire.heard)
+            raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s{more}", phase="ping")
         if not self._wire.ponged(number):
             raise ConnectionFailed(self._wire.closed)
         return time.monotonic() - start
@@ -118,14 +120,13 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; the server cancels what is still running. Closing twice is fine."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading
+        self._channel.shut()  # wakes a thread that is reading
         with self._changed:
             self._wire.lost("this client was closed")
             self._changed.notify_all()
             while self._reading:
                 self._changed.wait(0.1)
-            self._socket.close()
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +135,7 @@ class Client:
         self.close()
 
     def pump(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Read the socket until `ready()`, which is asked under the lock; False where `timeout` seconds pass first."""
+        """Read until `ready()`, which is asked under the lock; False where `timeout` seconds pass first."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not ready():
@@ -171,14 +172,11 @@ class Client:
         self._reading = True
         self._changed.release()
         data: bytes | None = None
-        reason = "the server closed the connection"
+        reason = ""
         try:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            if poll.poll(None if math.isinf(timeout) else math.ceil(timeout * 1000)):
-                data = self._socket.recv(_RECV_BYTES)
+            data = self._channel.receive(timeout)
         except OSError as error:
-            data, reason = b"", f"the connection broke: {error.strerror or error}"
+            data, reason = b"", endpoints.broke(error)
         finally:
             self._changed.acquire()
             self._reading = False
@@ -189,16 +187,15 @@ class Client:
                 with contextlib.suppress(ConnectionFailed):
                     self._send(cancels)
         elif data is not None:
-            self._wire.lost(reason)
+            self._wire.lost(reason or endpoints.ended(self._channel.address, self._wire.heard))
 
     def _send(self, data: bytes) -> None:
         if not data:
             return
         try:
-            with self._sending:  # one frame after the other, whole
-                self._socket.sendall(data)  # wire
+            self._channel.send(data)
         except OSError as error:
-            reason = f"the connection broke: {error.strerror or error}"
+            reason = endpoints.broke(error)
         else:
             return
         # A server that closed on us has said why, if only the bytes are read that came before the end.
@@ -258,29 +255,3 @@ class Stream:
     def __del__(self) -> None:
         # A loop left by `break` drops the stream without closing it; the server should not go on for nobody.
         self.close()
-
-
-def open_socket(text: str | None, timeout: float | None) -> socket.socket:
-    """Connect to an address, or to the default ones for None; `timeout` in seconds, None waits for ever.
-
-    Raises  ConnectionFailed; ConfigError: the text is no address
-    """
-    addresses = endpoints.candidates(text)
-    last = OSError("nothing to try")
-    for address in addresses:
-        sock: socket.socket | None = None
-        try:
-            if isinstance(address, TcpAddress):
-                sock = socket.create_connection((address.host, address.port), timeout)
-                # A request is one small write: waiting for more to send with it would only delay it.
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            else:
-                sock = socket.socket(socket.AF_UNIX)
-                sock.settimeout(timeout)
-                sock.connect(address.path)
-            return sock
-        except OSError as error:
-            if sock is not None:
-                sock.close()
-            last = error
-    raise endpoints.failure(addresses, last)

@@ -65,6 +65,7 @@ class Wire:
         self._pings = 0
         self._pongs = 0
         self._answered = False
+        self.heard = False  # the server has said something, be it nonsense
         self.closed = ""
 
     @property
@@ -122,6 +123,7 @@ class Wire:
 
     def receive(self, data: bytes) -> bytes:
         """Take bytes from the server; return bytes to send (cancels of answers that nobody reads)."""
+        self.heard = True
         try:
             for event in self._decoder.feed(data):
                 if isinstance(event, Payload):

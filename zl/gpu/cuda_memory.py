@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zl.errors import DeviceError
 from zl.gpu.kernels.attention import split_tokens
+from zl.sampling.filter import Filter
 from zl.shapes import TOKEN_BUCKETS, ModelShape, Shapes
 
 KERNELS_PER_LAYER = 11
@@ -66,20 +67,22 @@ def weight_bytes(shape: ModelShape, *, o_bias: bool = False) -> int:
     return 2 * (shape.n_layers * matrices + tables) + 4 * (shape.n_layers * vectors + shape.hidden)
 
 
-def buffer_bytes(shape: ModelShape, shapes: Shapes, *, canary: bool = False) -> int:
+def buffer_bytes(
+    shape: ModelShape, shapes: Shapes, *, canary: bool = False, penalty_filter: str = "exact"
+) -> int:
     """Count the bytes of activations (one set, that of the widest bucket), row state and rotary tables.
 
     canary  the last row is the heartbeat's and never shares a step
     """
-    t, words = shapes.step_tokens, -(-shape.vocab // 32)
+    t, form = shapes.step_tokens, Filter(penalty_filter, shape.vocab)
     r = min(t, shapes.max_rows - canary)
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     context = 20 * t + 21 * r + 8
     tokens = t * (6 * shape.hidden + 4 * (q + 2 * kv) + 4 * q + 10 * shape.ffn)
     splits = -(-shapes.max_model_len // split_tokens(shapes.max_model_len))
     partials = 4 * r * splits * shape.n_heads * (shape.head_dim + 2)
-    draws = r * (2 * shape.hidden + 8 * shape.vocab + 28 + 4 * words + 13 + 4)
-    state = shapes.max_rows * (4 * shapes.pages_per_row + 5 + 4 * words)
+    draws = r * (2 * shape.hidden + 8 * shape.vocab + 28 + 4 * form.bitmap_words + 13 + 4)
+    state = shapes.max_rows * (4 * shapes.pages_per_row + 5 + 4 * form.words)
     tables = 4 * shapes.max_model_len * shape.head_dim + 4 * max(1, len(shape.eos_ids))
     return context + tokens + partials + draws + state + tables
 

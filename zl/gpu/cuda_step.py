@@ -35,6 +35,7 @@ from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.pool import KVPool
 from zl.gpu.upload import Progress, Uploader
+from zl.sampling.filter import Filter
 from zl.sampling.sampler import sample_triton
 from zl.shapes import ModelShape, Shapes
 
@@ -50,6 +51,7 @@ class CudaStep:
     progress called with the bytes uploaded so far
     debug_addresses  check before each step that nothing which the program points at has moved since capture
     canary   the last row, page and slot are the heartbeat's: its steps are alone, and fit the narrowest bucket
+    penalty_filter  a kind of zl.sampling.filter
     mark     wraps the captures in ranges (gpu.nvtx)
     Raises   ShapeError for a model that the kernels do not take; DeviceError for a device that they do not run on, or
              in the dry mode without the interpreter
@@ -70,6 +72,7 @@ class CudaStep:
         debug_addresses: bool = False,
         canary: bool = False,
         mark: Mark = unmarked,
+        penalty_filter: str = "exact",
     ):
         if shape.head_dim not in (64, 128):
             raise ShapeError("head_dim", shape.head_dim, "64 or 128: serve this model with --device cpu")
@@ -84,6 +87,8 @@ class CudaStep:
             shared = driver.active.utils.get_device_properties(self._device.index)["max_shared_mem"]
             self._capability = check_device(seen.name, seen.major, seen.minor, shared)
             self.name = f"cuda graphs on {seen.name}"
+        self._filter = Filter(penalty_filter, shape.vocab)
+        self.name += self._filter.note
         self.shape = shape
         self._columns = columns
         self._slots = slots
@@ -266,7 +271,7 @@ class CudaStep:
 
         self._rows = Rows(
             host("page_table"), state(*columns.page_table.shape), host("prompt_ids"), host("prompt_len"),
-            state(n_rows), state(n_rows, dtype=torch.uint8), state(n_rows, -(-self.shape.vocab // 32)),
+            state(n_rows), state(n_rows, dtype=torch.uint8), state(n_rows, self._filter.words),
         )  # fmt: skip
         self._row_sampling = RowSampling(
             host("temperature"), host("top_p"), host("penalty"), host("seed").view(torch.int64)
@@ -298,25 +303,25 @@ class CudaStep:
 
     def _compute(self, slot: int, t: int, mixed: bool) -> None:
         """Launch one step's kernels for slot `slot` in bucket `t`. Every count is read on the device."""
-        b, vocab, top = self._buffers[t], self.shape.vocab, self._top
+        b, form, top = self._buffers[t], self._filter, self._top
         r = b.drawn.shape[0]
         host = {name: c if name == "n_segs" else c[:r] for name, c in self._host_slots[slot].items()}
         context = b.context
-        load_context(Plan(*(host[name] for name in Plan._fields)), self._rows, context, vocab=vocab)
+        load_context(Plan(*(host[name] for name in Plan._fields)), self._rows, context, form)
         embed_rows(context.token_ids, top.embed, b.x, context.n_tokens)
         segments = Segments(context.seg_row, context.seg_start, context.seg_tokens, context.seg_offset)
         for i, layer in enumerate(self._layers):
             self._layer(layer, self._pool[i], b, segments, mixed)
         norm_residual(b.x, top.norm, b.last, context.n_tokens, eps=self.shape.rms_eps, index=context.last_index)
         linear(b.last, top.head, b.logits, context.n_segs, capability=self._capability)
-        gather_sampling(context, self._rows.prompt_len, self._row_sampling, self._rows.seen, b.sampling, vocab=vocab)
+        gather_sampling(context, self._rows.prompt_len, self._row_sampling, self._rows.seen, b.sampling, form)
         s = b.sampling
         sample_triton(
             b.logits, s.seen, s.temperature, s.top_p, s.penalty, s.seed, s.place, b.scratch, *b.draws
         )  # fmt: skip
         results = Results(*(host[name] for name in Results._fields))
         stop_check(context, b.draws, self._limits, self._eos, self._rows.last_token, self._rows.done, b.drawn, results)
-        filter_update(b.drawn, context.seg_row, self._rows.seen, vocab=vocab)
+        filter_update(b.drawn, context.seg_row, self._rows.seen, form)
 
     def _layer(self, layer: Layer, pool: torch.Tensor, b: Buffers, segments: Segments, mixed: bool) -> None:
         context, eps = b.context, self.shape.rms_eps

@@ -102,7 +102,7 @@ def open_pool(native: NativeStep) -> NativePool:
 
 
 class EagerStep(TorchStep):
-    """Run steps in torch where `native` left off: its pages, last tokens, done flags and tokens seen are used in place.
+    """Run steps in torch where `native` left off: its pages, last tokens, done flags and filters are used in place.
 
     weights  in the native step's dtype, from the model's file and not from the native context
     widen    keep float32 copies of bf16 weights
@@ -124,28 +124,14 @@ class EagerStep(TorchStep):
     ):
         self._native = native
         super().__init__(
-            native.shape, weights, columns, slots, shapes, sample=sample, pool=pool or open_pool(native), widen=widen
-        )
+            native.shape, weights, columns, slots, shapes, sample=sample, pool=pool or open_pool(native), widen=widen,
+            penalty_filter=native.filter.kind,
+        )  # fmt: skip
 
-    def _open_rows(self, n_rows: int, vocab: int) -> None:  # noqa: ARG002
-        self._vocab = vocab
+    def _open_rows(self, n_rows: int) -> None:  # noqa: ARG002
         self._last_token = self._native.last_token
         self._done = self._native.done
-        self._bits = self._native.seen
-
-    def see_exactly(self, row: int, ids: np.ndarray) -> None:
-        """Set a row's tokens seen to exactly these, int32 [n]; as the native step, pass over what is no token."""
-        bits = self._bits[row]
-        bits[:] = 0
-        ids = ids[(ids >= 0) & (ids < self._vocab)]
-        np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
-
-    def _see(self, row: int, token: int) -> None:
-        self._bits[row, token >> 5] |= np.uint32(1 << (token & 31))
-
-    def _seen_of(self, rows: np.ndarray) -> torch.Tensor:
-        bits = np.unpackbits(self._bits[rows].view(np.uint8), axis=1, bitorder="little")
-        return torch.from_numpy(bits[:, : self._vocab]).bool()
+        self._seen = self._native.seen
 
 
 def unpacked(native: NativeStep, progress: Callable[[float], None]) -> Weights:

@@ -282,7 +282,7 @@ class Guard(Guarded):
         for row, start in zip(plan.seg_row[: plan.n_segs[0]].tolist(), plan.seg_start.tolist(), strict=False):
             n_prompt = int(columns.prompt_len[row])
             drawn = self._drawn[row, n_prompt : max(n_prompt, start + 1)]
-            self._fallback.see_exactly(row, np.concatenate([columns.prompt_ids[row, :n_prompt], drawn]))
+            self._fallback.see_only(row, np.concatenate([columns.prompt_ids[row, :n_prompt], drawn]))
 
     def _record(self, slot: StepSlot) -> None:
         """Keep the tokens drawn, by position: what a rebuilt row is computed from."""

@@ -22,6 +22,7 @@ from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
 from zl.gpu.nvtx import Mark, unmarked
 from zl.gpu.pinned import RowColumns, StepSlot
+from zl.sampling.filter import Filter
 from zl.shapes import ModelShape, Shapes
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def open_engine(
     threads: int = 0,
     level: str = "auto",
     kv: str = "auto",
+    penalty_filter: str = "exact",
     say: Callable[[str], None],
     progress: Callable[[float], None] | None = None,
     debug_addresses: bool = False,
@@ -142,6 +144,7 @@ def open_engine(
     dtype    "bfloat16" or "float32"
     level    instruction sets of the CPU program, or torch for the slow twin
     kv       the setting: int8, of the native program alone, or auto
+    penalty_filter  a kind of zl.sampling.filter
     threads  CPU compute threads; 0 takes one for each core this process may use
     say      called with one line that names the engine and why it was chosen
     debug_addresses  on CUDA, check before each step that nothing moved which the captured programs point at
@@ -150,12 +153,12 @@ def open_engine(
     n_threads = threads_of(threads)
     if isinstance(weights, Packed) or program_of(device.kind, level) != "torch":
         engine = _native(model, weights, dtype, columns, slots, shapes.n_pages, shapes.step_tokens, n_threads,
-                         level, progress, kv)  # fmt: skip
+                         level, progress, kv, penalty_filter)  # fmt: skip
         say(f"program: {engine.name}, {n_threads} threads")
         return engine
     if device.kind != "cpu" and dtype == "bfloat16":
         captured = _open_cuda(device, weights, dtype, shapes, columns, slots, say, progress, debug_addresses,
-                              canary, mark)  # fmt: skip
+                              canary, mark, penalty_filter)  # fmt: skip
         say(f"program: {captured.name}")
         return captured
     import torch
@@ -163,21 +166,24 @@ def open_engine(
     from zl.gpu.model import load_weights
     from zl.gpu.torch_step import TorchStep
 
+    note = Filter(penalty_filter, model.vocab).note
     if device.kind != "cpu":
         # Before the first product: cuBLAS reads it when its handle is made (cuBLAS documentation, "Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment says
-        say(f"program: torch, eager, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
+        say(f"program: torch, eager{note}, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
     else:
         if level == "torch":
-            say(f"program: torch, eager, {n_threads} threads: as asked")
+            say(f"program: torch, eager{note}, {n_threads} threads: as asked")
         else:
             lacking = "no C++ compiler found, install g++" if compiler() is None else "this CPU has no AVX2"
-            log.warning("program: torch, eager, %d threads, several times slower than the native one: %s",
-                        n_threads, lacking)  # fmt: skip
+            log.warning("program: torch, eager%s, %d threads, several times slower than the native one: %s",
+                        note, n_threads, lacking)  # fmt: skip
         torch.set_num_threads(n_threads)
     loaded = load_weights(weights, _torch_dtype(dtype), progress)
-    return TorchStep(model, loaded, columns, slots, shapes, device=device.torch_device)
+    return TorchStep(
+        model, loaded, columns, slots, shapes, device=device.torch_device, penalty_filter=penalty_filter
+    )
 
 
 def _open_cuda(
@@ -192,6 +198,7 @@ def _open_cuda(
     debug_addresses: bool,
     canary: bool,
     mark: Mark,
+    penalty_filter: str,
 ) -> Engine:
     try:
         from zl.gpu.cuda_step import CudaStep  # here: it brings triton, which the CPU path never loads
@@ -216,6 +223,7 @@ def _open_cuda(
     return CudaStep(
         source.shape, Tensors(source, dtype), columns, slots, shapes, device=device.torch_device,
         progress=uploaded, debug_addresses=debug_addresses, canary=canary, mark=mark,
+        penalty_filter=penalty_filter,
     )  # fmt: skip
 
 
@@ -252,11 +260,16 @@ def _native(
     level: str,
     progress: Callable[[float], None] | None,
     kv: str = "auto",
+    penalty_filter: str = "exact",
 ) -> NativeStep:
     if isinstance(weights, Packed):
-        return NativeStep(model, weights, columns, slots, n_pages, step_tokens, n_threads, kv=kv)
+        return NativeStep(
+            model, weights, columns, slots, n_pages, step_tokens, n_threads, kv=kv, penalty_filter=penalty_filter
+        )
     tensors = Tensors(weights, dtype, progress)
-    return NativeStep(model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, tensors.blocks, kv)
+    return NativeStep(
+        model, tensors, columns, slots, n_pages, step_tokens, n_threads, level, tensors.blocks, kv, penalty_filter
+    )
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The step program in plain torch: plan columns in, tokens out, synchronously. The twin of the fast ones.
 
-Owns the device state of every row: last token, done flag, tokens seen. Refuses rows, dispatch, net, asyncio.
+Owns the state of every row: last token, done flag, filter of the tokens seen. Refuses rows, dispatch, net, asyncio.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from zl.errors import InvariantError
 from zl.gpu.model import Layout, Weights, forward, logits, make_rope
 from zl.gpu.pinned import EOS, FIRST, IGNORE_EOS, LENGTH, NUMERIC, SAMPLE, SKIPPED, RowColumns, StepSlot
 from zl.gpu.pool import KVPool
+from zl.sampling.filter import Filter
 from zl.shapes import ModelShape, Shapes, pages_for
 
 
@@ -46,6 +47,7 @@ class TorchStep:
     sample   the sampler; None takes zl's own
     pool     where keys and values live; None makes one
     widen    keep float32 copies of bf16 weights: twice the memory, no conversion a step
+    penalty_filter  a kind of zl.sampling.filter
     """
 
     name = "torch, eager"
@@ -63,7 +65,10 @@ class TorchStep:
         sample: Sample | None = None,
         pool: KVPool | None = None,
         widen: bool = True,
+        penalty_filter: str = "exact",
     ):
+        self._filter = Filter(penalty_filter, shape.vocab)
+        self.name += self._filter.note
         self._device = torch.device(device)
         self._weights = (weights.widened() if widen else weights).to(self._device)
         self._pool = KVPool(shape, shapes.n_pages, weights.dtype, self._device) if pool is None else pool
@@ -73,7 +78,7 @@ class TorchStep:
         n_rows, n_positions = columns.prompt_ids.shape
         self._rope = make_rope(shape, n_positions, self._device)
         self._eos = frozenset(shape.eos_ids)
-        self._open_rows(n_rows, shape.vocab)
+        self._open_rows(n_rows)
         self._launched = 0
 
     def launch(self, slot: int) -> int:
@@ -90,24 +95,23 @@ class TorchStep:
     def close(self) -> None:
         """Do nothing: the tensors go with the object, and no thread is held."""
 
-    # -- the rows' state: four methods, so that another step can keep it elsewhere ------------------------------------
+    # -- the rows' state: a method, so that another step can keep it elsewhere ----------------------------------------
 
-    def _open_rows(self, n_rows: int, vocab: int) -> None:
+    def _open_rows(self, n_rows: int) -> None:
         self._last_token: np.ndarray = np.zeros(n_rows, np.int64)
         self._done: np.ndarray = np.zeros(n_rows, np.uint8)
-        self._seen = torch.zeros(n_rows, vocab, dtype=torch.bool, device=self._device)
+        self._seen: np.ndarray = np.zeros((n_rows, self._filter.words), np.uint32)
 
-    def see_exactly(self, row: int, ids: np.ndarray) -> None:
-        """Set a row's tokens seen to exactly these, int32 [n]."""
-        self._seen[row] = False
-        self._seen[row, torch.from_numpy(ids.astype(np.int64)).to(self._device)] = True
-
-    def _see(self, row: int, token: int) -> None:
-        self._seen[row, token] = True
+    def see_only(self, row: int, ids: np.ndarray) -> None:
+        """Clear a row's filter and add these ids, int32 [n]."""
+        self._seen[row] = 0
+        self._filter.add(self._seen[row], ids)
 
     def _seen_of(self, rows: np.ndarray) -> torch.Tensor:
-        """Gather the rows' tokens seen, bool [n, vocab]."""
-        return self._seen[torch.from_numpy(rows.astype(np.int64)).to(self._device)]
+        """Gather the tokens that the rows' filters take for seen, bool [n, vocab]."""
+        words = self._filter.bitmaps(self._seen[rows])
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._filter.vocab, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_)).to(self._device)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class TorchStep:
             row = int(slot.seg_row[s])
             if slot.seg_flags[s] & FIRST:
                 self._done[row] = False
-                self.see_exactly(row, self._columns.prompt_ids[row, : self._columns.prompt_len[row]])
+                self.see_only(row, self._columns.prompt_ids[row, : self._columns.prompt_len[row]])
             if self._done[row]:
                 slot.out_flags[s] = SKIPPED
             else:
@@ -191,7 +195,7 @@ class TorchStep:
                 continue
             slot.out_token[s], slot.out_logprob[s] = drawn, lp
             self._last_token[row] = drawn
-            self._see(row, drawn)
+            self._filter.add(self._seen[row], np.array([drawn]))
             flags = 0
             if drawn in self._eos and not columns.row_flags[row] & IGNORE_EOS:
                 flags |= EOS

@@ -106,14 +106,18 @@ def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
 class Listeners:
     """The servers that accept peers; made by `listen`."""
 
-    def __init__(self, servers: list[asyncio.AbstractServer], bounds: list[Bound]):
+    def __init__(self, servers: list[asyncio.AbstractServer], bounds: list[Bound], tls: bool = False):
         self._servers = servers
         self._bounds = bounds
+        self._tls = tls
 
     @property
     def names(self) -> list[str]:
-        """Name the addresses, with the ports that the system picked where 0 was asked for."""
-        return [bound.name for bound in self._bounds]
+        """Name the addresses as clients do, with the ports that the system picked where 0 was asked for."""
+        return [
+            bound.name.replace("tcp:", "tls:", 1) if self._tls and bound.sock.family != socket.AF_UNIX else bound.name
+            for bound in self._bounds
+        ]
 
     def close(self) -> None:
         """Accept no more; connections that exist live on."""
@@ -141,7 +145,7 @@ async def listen(
         else:
             server = await loop.create_server(factory, sock=bound.sock, backlog=BACKLOG, ssl=tls)
         servers.append(server)
-    return Listeners(servers, bounds)
+    return Listeners(servers, bounds, tls is not None)
 
 
 def _address_of(sock: socket.socket) -> str:

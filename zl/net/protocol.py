@@ -41,6 +41,7 @@ class Net:
         limits: Limits | None = None,
         counters: NetCounters | None = None,
         auth_token: bytes | None = None,
+        decode: codec.Decoder | None = None,
     ):
         self.loop = loop
         self.app = app
@@ -48,6 +49,7 @@ class Net:
         self.limits = limits or Limits()
         self.counters = counters or NetCounters()
         self.auth_token = auth_token
+        self.decode = decode
         self.connections: set[Connection] = set()
         self.hangups = HangupWatch(loop)
         # Where bytes land that nobody will read: all connections may scribble on it at once.
@@ -74,7 +76,7 @@ class Connection(asyncio.BufferedProtocol):
         self._net = net
         self._app = net.app
         self._counters = net.counters
-        self._session = Session(net.auth_token)
+        self._session = Session(net.auth_token, net.decode)
         self._transport: asyncio.Transport | None = None
         self.name = ""  # for the logs: its kind and number
         self._fd = -1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zl.address import parse_address
+from zl.address import parse_address, parse_target
 from zl.errors import ConfigError
 
 DEFAULT_FILE = "/etc/zl/switch.toml"
@@ -27,6 +27,7 @@ class Instance:
     ready    an http URL that answers 200 when it is ready, or ""
     unit     its systemd unit without suffix, or "" where `start` and `stop` are commands that return when that is done
     server   its name in HAProxy's backend
+    ca_file  where its address is a tls: one, PEM file of the authorities to believe; "": `ZL_CA`, else the system's
     """
 
     name: str
@@ -36,6 +37,7 @@ class Instance:
     start: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     server: str = ""
+    ca_file: str = ""
 
     @property
     def start_command(self) -> tuple[str, ...]:
@@ -85,8 +87,8 @@ class Fleet:
         raise ConfigError(f"{self.path}: no instance {name!r}{_close(name, names)}; there are {', '.join(names)}")
 
 
-def load(path: str | Path) -> Fleet:
-    """Read and check the file.
+def load(path: str | Path, ca_file: str = "") -> Fleet:
+    """Read and check the file; `ca_file` is for the instances that name none.
 
     Raises  ConfigError: file, table, key and what it must be
     """
@@ -103,7 +105,7 @@ def load(path: str | Path) -> Fleet:
     found = tables.get("instances", {})
     if len(found) < 2:
         raise ConfigError(f"{path}: give at least two tables such as [instances.blue]")
-    made = tuple(_instance(str(path), name, table) for name, table in found.items())
+    made = tuple(_instance(str(path), name, table, ca_file) for name, table in found.items())
     common = _table(str(path), "switch", tables.get("switch", {}), _SWITCH)
     proxy = _table(str(path), "haproxy", tables.get("haproxy", {}), _HAPROXY)
     fleet = Fleet(made, path=str(path), **common, **proxy)
@@ -111,17 +113,17 @@ def load(path: str | Path) -> Fleet:
     return fleet
 
 
-def _instance(path: str, name: str, table: object) -> Instance:
+def _instance(path: str, name: str, table: object, ca_file: str) -> Instance:
     where = f"instances.{name}"
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [{where}] must be a table")
     values = _table(path, where, table, _INSTANCE)
     if "address" not in values:
         raise ConfigError(f"{path}: [{where}] needs address, where this instance alone is pinged")
-    values["address"] = str(parse_address(values["address"]))
+    values["address"] = str(parse_target(values["address"]))
     if "unit" in values:
         values["unit"] = values["unit"].removesuffix(".service")
-    made = Instance(name, **{"server": name} | values)
+    made = Instance(name, **{"server": name, "ca_file": ca_file} | values)
     if bool(made.unit) == bool(made.start or made.stop) or bool(made.start) != bool(made.stop):
         raise ConfigError(f"{path}: [{where}] needs either unit, or both start and stop")
     if made.ready and not made.ready.startswith("http://"):
@@ -151,6 +153,7 @@ _SWITCH: Mapping[str, type] = {
 _HAPROXY: Mapping[str, type] = {"sockets": tuple, "backend": str}
 _INSTANCE: Mapping[str, type] = {
     "address": str, "ready": str, "unit": str, "start": tuple, "stop": tuple, "server": str,
+    "ca_file": str,
 }  # fmt: skip
 _WORDS = {str: "a text", float: "seconds, above 0", bool: "true or false", tuple: "a list of texts"}
 

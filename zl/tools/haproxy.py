@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zl.client.errors import ConnectionFailed
-from zl.client.sync import open_socket
+from zl.address import parse_address
+from zl.client.channel import open_socket
 from zl.errors import ZlError
 
 ANSWER_S = 5.0
@@ -44,14 +44,11 @@ class Runtime:
         Raises  ZlError: nobody answers
         """
         try:
-            with open_socket(self.address, ANSWER_S) as sock:
-                sock.settimeout(ANSWER_S)
+            with open_socket(parse_address(self.address), ANSWER_S) as sock:
                 sock.sendall(f"{text}\n".encode())  # wire
                 parts = []
                 while part := sock.recv(65_536):
                     parts.append(part)
-        except ConnectionFailed as error:
-            raise ZlError(f"HAProxy's runtime socket {self.address}: {error.__cause__ or error}") from error
         except OSError as error:
             raise ZlError(f"HAProxy's runtime socket {self.address}: {error.strerror or error}") from error
         return b"".join(parts).decode("utf-8", "replace").strip()

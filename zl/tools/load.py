@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import socket
 import struct
@@ -17,10 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from zl.address import TcpAddress, parse_address
-from zl.client.aio import AsyncClient
-from zl.client.endpoints import failure
+from zl.client.aio import AsyncClient, open_transport
 from zl.client.errors import ZlClientError
+from zl.client.trust import Trust
 from zl.net import schema_pb2
 from zl.net.codec import encode_request
 from zl.net.messages import RequestType
@@ -138,10 +138,12 @@ class Streams:
     """The frames spoken directly. Stream i is on connection i modulo their number.
 
     connections   0: one a stream
+    ca_file       for tls: as of `zl.client.Client`
     """
 
-    def __init__(self, address: str, connections: int = 0):
-        self._address = parse_address(address)
+    def __init__(self, address: str, connections: int = 0, ca_file: str | None = None):
+        self._address = address
+        self._trust = Trust(ca_file)
         self._connections = connections
         self._open: list[_Connection] = []
         self.tokens = 0
@@ -160,14 +162,7 @@ class Streams:
 
     async def extra(self) -> _Connection:
         """Open one more connection, which no stream uses."""
-        loop = asyncio.get_running_loop()
-        address = self._address
-        try:
-            if isinstance(address, TcpAddress):
-                return (await loop.create_connection(lambda: _Connection(self), address.host, address.port))[1]
-            return (await loop.create_unix_connection(lambda: _Connection(self), address.path))[1]
-        except OSError as error:
-            raise failure([address], error) from error
+        return (await open_transport(lambda: _Connection(self), self._address, math.inf, self._trust))[1]
 
     async def ask(self, prompt: Prompt, stream: int) -> Trace:
         """Send one request and follow its answer to the end; one at a time on a stream."""
@@ -196,8 +191,9 @@ class Streams:
 class ClientStreams:
     """The same through `zl.client.AsyncClient`, all streams on `connections` clients (at least one)."""
 
-    def __init__(self, address: str, connections: int = 1):
+    def __init__(self, address: str, connections: int = 1, ca_file: str | None = None):
         self._address = address
+        self._trust = Trust(ca_file)
         self._connections = max(1, connections)
         self._clients: list[AsyncClient] = []
         self._running: dict[int, Trace] = {}
@@ -207,7 +203,7 @@ class ClientStreams:
     async def connect(self, n: int) -> None:  # noqa: ARG002 (streams share the clients)
         """Have the clients connected."""
         while len(self._clients) < self._connections:
-            self._clients.append(await AsyncClient(self._address))
+            self._clients.append(await AsyncClient(self._address, ca_file=self._trust))
 
     async def ask(self, prompt: Prompt, stream: int) -> Trace:
         """Send one request and follow its answer to the end; one at a time on a stream."""

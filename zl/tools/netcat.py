@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
+from zl.address import TlsAddress
+from zl.client.channel import Channel, open_channel
 from zl.client.errors import ConnectionFailed
-from zl.client.sync import open_socket
+from zl.client.trust import Trust
 from zl.client.wire import MAX_RESPONSE
 from zl.errors import Code, ConfigError, Finish, FrameError
 from zl.net.codec import decode_request, decode_response
@@ -25,20 +27,22 @@ REFUSED, BROKEN = 3, 4
 _READ_BYTES = 1 << 16
 
 
-def exchange(address: str, files: Sequence[str], output: str, timeout: float) -> int:
+def exchange(address: str, files: Sequence[str], output: str, timeout: float, ca_file: str | None = None) -> int:
     """Send the files' bytes, half-close, print the answers as `output` says; return the exit status of `zl nc`."""
     sources = [_open(path) for path in files]
     try:
-        sock = open_socket(address, timeout)
+        channel = open_channel(address, timeout, Trust(ca_file))
     except ConnectionFailed as error:
         return _fail(str(error))
     sent = Sent()
-    with sock:
-        sock.settimeout(timeout)
-        sender = threading.Thread(target=_send, args=(sock, sources, sent), daemon=True)
+    try:
+        sender = threading.Thread(target=_send, args=(channel, sources, sent), daemon=True)
         sender.start()
         printer = {"text": TextPrinter, "json": JsonPrinter, "raw": RawPrinter}[output]()
-        return _receive(sock, sent, printer)
+        return _receive(channel, sent, printer, timeout)
+    finally:
+        channel.shut()
+        channel.close()
 
 
 class Sent:
@@ -46,38 +50,58 @@ class Sent:
 
     def __init__(self) -> None:
         self._decoder = FrameDecoder(2**32 - 1)
+        self._open = 0  # requests and pings without an answer
+        self._changed = threading.Condition()
         self.expected: list[int] = []
         self.error = ""
 
+    def answered(self) -> None:
+        """Note that a request has ended, or a ping come back."""
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all is answered; not where the bytes end inside a frame, for nothing will come for that one."""
+        if self._decoder.eof() is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._open <= 0)
+
     def feed(self, data: bytes) -> None:
         """Note the requests in the next bytes."""
-        for event in self._decoder.feed(data):
-            if isinstance(event, Payload):
-                try:
-                    request = decode_request(event.data)
-                except FrameError:
-                    continue  # the server will say so
-                if request.operation != Operation.CANCEL:
-                    self.expected.append(request.request_id)
+        with self._changed:
+            for event in self._decoder.feed(data):
+                if isinstance(event, Ping):
+                    self._open += 1
+                elif isinstance(event, Payload):
+                    try:
+                        request = decode_request(event.data)
+                    except FrameError:
+                        continue  # the server will say so
+                    if request.operation != Operation.CANCEL:
+                        self._open += 1
+                        self.expected.append(request.request_id)
 
 
-def _receive(sock: socket.socket, sent: Sent, printer: Printer) -> int:
+def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> int:
     decoder = FrameDecoder(MAX_RESPONSE)
     status, closing = 0, ""
     ended: list[int] = []
     try:
-        while data := sock.recv(_READ_BYTES):
+        while data := _next(channel, timeout):
             printer.raw(data)
             for event in decoder.feed(data):
                 if isinstance(event, FrameError):
                     return _fail(f"the server does not speak zl's protocol: {event}")
                 if isinstance(event, Ping):
                     printer.pong()
+                    sent.answered()
                     continue
                 response = decode_response(event.data)
                 printer.response(response)
                 if response.is_finished:
                     ended.append(response.request_id)
+                    sent.answered()
                 if response.error is not None and response.error.code != Code.OK:
                     status = REFUSED
                     _complain(response)
@@ -98,6 +122,14 @@ def _receive(sock: socket.socket, sent: Sent, printer: Printer) -> int:
     if closing:
         return _fail(closing)
     return _fail(sent.error) if sent.error else status
+
+
+def _next(channel: Channel, timeout: float) -> bytes:
+    end = time.monotonic() + timeout
+    while (data := channel.receive(max(0.0, end - time.monotonic()))) is None:
+        if time.monotonic() >= end:
+            raise TimeoutError
+    return data
 
 
 def _without(expected: list[int], ended: list[int]) -> list[int]:
@@ -217,13 +249,15 @@ class TextPrinter(Printer):
             self._write("\n")
 
 
-def _send(sock: socket.socket, sources: list[Callable[[], Iterator[bytes]]], sent: Sent) -> None:
+def _send(channel: Channel, sources: list[Callable[[], Iterator[bytes]]], sent: Sent) -> None:
     try:
         for source in sources:
             for data in source():
                 sent.feed(data)
-                sock.sendall(data)  # wire
-        sock.shutdown(socket.SHUT_WR)
+                channel.send(data)
+        if isinstance(channel.address, TlsAddress):
+            sent.wait()  # a server cannot keep one direction of TLS open: it would take this for the end of all
+        channel.end_sending()
     except OSError as error:
         # The server may have closed on purpose and said why: the reading side judges. Only a source's failure is ours.
         if not isinstance(error, BrokenPipeError | ConnectionResetError | TimeoutError):

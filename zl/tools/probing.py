@@ -31,7 +31,7 @@ def probe(instance: Instance) -> None:
     Raises  NotReadyError
     """
     try:
-        with Client(instance.address, timeout=PROBE_S) as client:
+        with Client(instance.address, timeout=PROBE_S, ca_file=instance.ca_file) as client:
             client.ping()
     except ZlClientError as error:
         raise NotReadyError(f"{instance.name} does not answer a ping: {error}") from error
@@ -54,7 +54,8 @@ def canary(instance: Instance, auth_token: str) -> str:
     Raises  NotReadyError
     """
     try:
-        with Client(instance.address, timeout=Timeouts(PROBE_S, CANARY_S, CANARY_S), auth_token=auth_token) as client:
+        limits = Timeouts(PROBE_S, CANARY_S, CANARY_S)
+        with Client(instance.address, timeout=limits, auth_token=auth_token, ca_file=instance.ca_file) as client:
             info = client.hello(auth_token)
             answer = client.ask("ready?", max_tokens=1, temperature=0, ignore_eos=True)
     except ZlClientError as error:

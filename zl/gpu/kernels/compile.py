@@ -36,6 +36,7 @@ from zl.gpu.kernels import (
 )
 from zl.gpu.kernels.launch import Settings, Variant
 from zl.sampling import sampler
+from zl.sampling.filter import KINDS, Filter
 from zl.shapes import MAX_ROWS, MODEL_LEN, ModelShape, RopeScaling, pages_for
 
 CAPABILITIES = (80, 90)
@@ -97,7 +98,11 @@ def variants(
     pages = pages_for(max_len)
     heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
     qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-    listed = context_loader.variants(max_rows, pages, max_len, shape.vocab)
+    listed = []
+    for form in (Filter(kind, shape.vocab) for kind in KINDS):
+        listed += context_loader.variants(max_rows, pages, max_len, form)
+        listed += sampling_columns.variants(form)
+        listed += filter_update.variants(max_rows, form)
     for bucket in BUCKETS:
         listed += linear.variants(bucket, qkv, shape.hidden, capability=capability)
         listed += linear.variants(bucket, shape.hidden, qkv_rows(shape), capability=capability, add=True)
@@ -110,9 +115,7 @@ def variants(
     listed += decode_attention.variants(max_len, pages, *heads)
     listed += prefill_attention.variants(max_rows, max_len, pages, *heads)
     listed += silu_mul.variants(shape.ffn)
-    listed += sampling_columns.variants(shape.vocab)
     listed += stop_check.variants(max_rows, max(1, len(shape.eos_ids)))
-    listed += filter_update.variants(max_rows, shape.vocab)
     listed += checksum.variants()
     # Buckets whose tiles are the same share one kernel.
     return list({variant.name: variant for variant in listed}.values())

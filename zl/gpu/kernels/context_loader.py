@@ -1,6 +1,6 @@
 """Context loader: turn a step's segments into the token columns that the forward pass reads.
 
-One launch starts the rows whose first segment this is: their page table moves to the device, their exact penalty bitmap
+One launch starts the rows whose first segment this is: their page table moves to the device, their penalty filter
 is built. The next writes the token columns, whatever the number of messages and rows.
 State: none. Refuses model, rows and the environment.
 """
@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 
 from zl.errors import ShapeError
+from zl.gpu.kernels.filter_update import add_reference, add_to_bloom
 from zl.gpu.kernels.launch import Settings, Variant, expect, power_of_two
+from zl.sampling.filter import Filter
 from zl.shapes import PAGE
 
 SAMPLE = 1
 FIRST = 2
 
-_BITMAP = (torch.int32, torch.uint32)
+_WORDS = (torch.int32, torch.uint32)
 
 
 class Plan(NamedTuple):
@@ -39,7 +41,7 @@ class Plan(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a row's steps read; W = ceil(vocab / 32).
+    """What a row's steps read; W words of a filter.
 
     Mapped host memory: page_table int32 [R, P], -1 where unused; prompt_ids int32 [R, max_len]; prompt_len int32 [R].
     Device: table int32 [R, P], the page table that attention walks, copied when a row starts; last_token int32 [R];
@@ -164,6 +166,7 @@ def _context_kernel(
 def _start_kernel(
     n_segs, seg_row, seg_flags, page_table, table, prompt_ids, prompt_len, seen,
     P: tl.constexpr, MAX_LEN: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    BLOOM: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0)
     if s >= tl.load(n_segs):
@@ -183,8 +186,12 @@ def _start_kernel(
     n = tl.load(prompt_len + row)
     for i in range(0, n, BLOCK):
         token = tl.load(prompt_ids + row * MAX_LEN + i + lane, mask=i + lane < n, other=-1)
-        bit = tl.full([BLOCK], 1, tl.int32) << (token & 31)
-        tl.atomic_or(words + (token >> 5), bit, mask=(token >= 0) & (token < VOCAB), sem="relaxed")
+        valid = (token >= 0) & (token < VOCAB)
+        if BLOOM:
+            add_to_bloom(words, token, valid)
+        else:
+            bit = tl.full([BLOCK], 1, tl.int32) << (token & 31)
+            tl.atomic_or(words + (token >> 5), bit, mask=valid, sem="relaxed")
 
 
 def settings(n_rows: int, pages_per_row: int, max_len: int) -> Settings:
@@ -203,14 +210,13 @@ def settings(n_rows: int, pages_per_row: int, max_len: int) -> Settings:
     )
 
 
-def start_settings(pages_per_row: int, max_len: int, vocab: int) -> Settings:
+def start_settings(pages_per_row: int, max_len: int, form: Filter) -> Settings:
     """Return the launch settings of the kernel that starts rows."""
-    return Settings(
-        {"P": pages_per_row, "MAX_LEN": max_len, "WORDS": -(-vocab // 32), "VOCAB": vocab, "BLOCK": 512}, 4, 1
-    )
+    constants = {"P": pages_per_row, "MAX_LEN": max_len, "BLOCK": 512}
+    return Settings({**constants, "WORDS": form.words, "VOCAB": form.vocab, "BLOOM": form.bloom}, 4, 1)
 
 
-def _check(plan: Plan, rows: Rows, out: Context, vocab: int) -> tuple[int, int]:
+def _check(plan: Plan, rows: Rows, out: Context, form: Filter) -> tuple[int, int]:
     n_rows, n_tokens = out.seg_row.shape[0], out.token_ids.shape[0]
     expect("n_segs", plan.n_segs, torch.int32, 1)
     for name in ("seg_row", "seg_start", "seg_len"):
@@ -223,7 +229,7 @@ def _check(plan: Plan, rows: Rows, out: Context, vocab: int) -> tuple[int, int]:
     expect("prompt_len", rows.prompt_len, torch.int32, capacity)
     expect("last_token", rows.last_token, torch.int32, capacity)
     expect("done", rows.done, torch.uint8, capacity)
-    expect("seen", rows.seen, _BITMAP, capacity, -(-vocab // 32))
+    expect("seen", rows.seen, _WORDS, capacity, form.words)
     if rows.page_table.shape[1] * PAGE < rows.prompt_ids.shape[1]:
         raise ShapeError(
             "page_table", f"{rows.page_table.shape[1]} pages", f"pages for {rows.prompt_ids.shape[1]} tokens"
@@ -238,20 +244,21 @@ def _check(plan: Plan, rows: Rows, out: Context, vocab: int) -> tuple[int, int]:
     return n_tokens, n_rows
 
 
-def load_context(plan: Plan, rows: Rows, out: Context, *, vocab: int) -> None:
+def load_context(plan: Plan, rows: Rows, out: Context, form: Filter) -> None:
     """Write the step's token columns and start the rows whose first segment this is.
 
     plan    the step's segments, at most one a row; more tokens than T are cut (the planner never sends them)
     rows    row columns; `table`, `done` and `seen` are written where a segment is FIRST
     out     written, every element of it
+    form    of `rows.seen`
     Token   prompt_ids[row, pos] below prompt_len[row], last_token[row] from there on
     Ready   after the current stream; safe to capture
     Raises  ShapeError
     """
-    n_tokens, n_rows = _check(plan, rows, out, vocab)
+    n_tokens, n_rows = _check(plan, rows, out, form)
     max_len = rows.prompt_ids.shape[1]
     chosen = settings(n_rows, rows.page_table.shape[1], max_len)
-    start = start_settings(rows.page_table.shape[1], max_len, vocab)
+    start = start_settings(rows.page_table.shape[1], max_len, form)
     _start_kernel[(n_rows,)](
         plan.n_segs, plan.seg_row, plan.seg_flags, rows.page_table, rows.table, rows.prompt_ids, rows.prompt_len,
         rows.seen.view(torch.int32), **start.keywords(),
@@ -265,15 +272,14 @@ def load_context(plan: Plan, rows: Rows, out: Context, *, vocab: int) -> None:
     )  # fmt: skip
 
 
-def load_context_reference(plan: Plan, rows: Rows, out: Context, *, vocab: int) -> None:
+def load_context_reference(plan: Plan, rows: Rows, out: Context, form: Filter) -> None:
     """Do what `load_context` does, one token at a time."""
-    n_tokens, n_rows = _check(plan, rows, out, vocab)
+    n_tokens, n_rows = _check(plan, rows, out, form)
     for tensor in out:
         tensor.zero_()
     out.row_of_token.fill_(-1)
     out.slot_of_token.fill_(-1)
     out.last_index.fill_(-1)
-    seen = rows.seen.view(torch.int32)
     t = 0
     for s in range(n_rows):
         used = s < int(plan.n_segs)
@@ -281,11 +287,8 @@ def load_context_reference(plan: Plan, rows: Rows, out: Context, *, vocab: int) 
         if flags & FIRST:
             rows.done[row] = 0
             rows.table[row] = rows.page_table[row]
-            words = [0] * seen.shape[1]
-            for token in rows.prompt_ids[row, : int(rows.prompt_len[row])].tolist():
-                if 0 <= token < vocab:
-                    words[token >> 5] |= 1 << (token & 31)
-            seen[row] = torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32)
+            rows.seen[row] = 0
+            add_reference(rows.seen[row], rows.prompt_ids[row, : int(rows.prompt_len[row])].tolist(), form)
         elif used and rows.done[row]:
             out.seg_skipped[s] = 1
             n = 0
@@ -309,7 +312,7 @@ def load_context_reference(plan: Plan, rows: Rows, out: Context, *, vocab: int) 
     out.n_segs[0] = min(int(plan.n_segs), n_rows)
 
 
-def variants(n_rows: int, pages_per_row: int, max_len: int, vocab: int) -> list[Variant]:
+def variants(n_rows: int, pages_per_row: int, max_len: int, form: Filter) -> list[Variant]:
     """List what a build compiles of this file."""
     columns = {
         name: "*u8" if name in ("seg_flags", "done", "seg_skipped") else "*i32"
@@ -318,7 +321,8 @@ def variants(n_rows: int, pages_per_row: int, max_len: int, vocab: int) -> list[
     }
     columns["n_places"] = "i32"
     start = {name: "*u8" if name == "seg_flags" else "*i32" for name in _start_kernel.arg_names if not name.isupper()}
+    starting = start_settings(pages_per_row, max_len, form)
     return [
         Variant(f"context_loader R={n_rows}", _context_kernel, columns, settings(n_rows, pages_per_row, max_len)),
-        Variant(f"context_start V={vocab}", _start_kernel, start, start_settings(pages_per_row, max_len, vocab)),
+        Variant(f"context_start {form.kind} V={form.vocab}", _start_kernel, start, starting),
     ]

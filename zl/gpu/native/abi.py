@@ -30,7 +30,7 @@ BLOCK_FORMATS = {"Q4_0": (2, 1), "Q4_1": (3, 1), "Q8_0": (8, 2)}
 
 _INTS = (
     "n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "vocab", "max_rows", "max_model_len",
-    "pages_per_row", "n_pages", "max_step_tokens", "n_threads", "is_bf16", "kv8", "n_eos",
+    "pages_per_row", "n_pages", "max_step_tokens", "n_threads", "is_bf16", "kv8", "n_eos", "bloom",
 )  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_write_kv": (i, [p, i, i, i, i, p, p]),
         "zl_logits": (i, [p, i, p, p]),
         "zl_times": (p, [p]),
+        "zl_batches": (i, [p, p, p]),
         "zl_state": (None, [p, p, p, p]),
         "zl_packed": (p, [p, p]),
         "zl_unload": (None, [p]),

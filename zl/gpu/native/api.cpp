@@ -145,6 +145,12 @@ const double* zl_times(zl_context* c) {
     return c->times;
 }
 
+int zl_batches(zl_context* c, int32_t* rows, int32_t* shared) {
+    c->team.settle(c->team.launched());
+    for (const zl::Together& b : c->at.batches) *rows++ = b.count, *shared++ = b.shared;
+    return (int)c->at.batches.size();
+}
+
 void zl_state(zl_context* c, int32_t** last_token, uint8_t** done, uint32_t** seen) {
     *last_token = c->last_token;
     *done = c->done;

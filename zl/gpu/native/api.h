@@ -10,6 +10,7 @@ struct zl_config {
     int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, vocab;
     int32_t max_rows, max_model_len, pages_per_row, n_pages, max_step_tokens;
     int32_t n_threads, is_bf16, kv8, n_eos;  // kv8: keys and values in eight bits, of a bf16 step
+    int32_t bloom;                           // the penalty's filter: 0 exact, 1 a Bloom filter (filter.cpp)
     float rms_eps;
     const int32_t* eos;
     // What each packed matrix has beside its plain form: [n_layers][qkv, out, gate and up, down], then the head; 0
@@ -88,7 +89,9 @@ int zl_write_kv(zl_context*, int layer, int row, int start, int n, const float* 
 int zl_logits(zl_context*, int max_n, int32_t* seg, float* out);
 // Times of the last step in microseconds, by stage, once no worker looks at it any more; each step writes the same place.
 const double* zl_times(zl_context*);
-// Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, (vocab + 31) / 32].
+// Batches of the last step's decoding rows (plan.cpp): fills each one's rows and shared pages, at most max_rows; the count.
+int zl_batches(zl_context*, int32_t* rows, int32_t* shared);
+// Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, words of a filter].
 void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen);
 
 // Heartbeat and fallback (inspect.cpp).

@@ -5,6 +5,7 @@
 #pragma once
 #include <cmath>
 
+#include "attention_ahead.hpp"
 #include "attention_amx.hpp"
 #include "context.hpp"
 #include "kv8.hpp"
@@ -77,7 +78,8 @@ inline void insert(T* page, int head_pad, int from, int count, const T* k, const
     }
 }
 
-// The rows of one tile: queries q[r] (head_pad apart when contiguous) whose last visible token is at end[r] - 1.
+// The rows of one tile: queries q[r] (head_pad apart when contiguous) whose last visible token is at end[r] - 1, counted
+// from the first of its pages. Where these go on behind others, `at` and `kept` say where what came before lies.
 template <class T>
 struct QueryTile {
     const T* q;
@@ -85,56 +87,9 @@ struct QueryTile {
     int rows, pages;
     const int32_t* table;
     int end[16];
-};
-
-constexpr int kLead = 64 * 1024;  // bytes requested before a thread reads its first item
-
-// Requests the blocks that this thread will read next, in reading order: of each item all keys, then all values.
-template <class T, bool Kv8>
-struct Ahead {
-    static constexpr int kLines = Kv8 ? 8 : 16;  // of one tile
-    const zl_context* c;
-    const int* segs;
-    int layer = 0, item = 0, limit = 0, page = 0, n_pages = 0, half = 0, left = 0;
-    const char* at = nullptr;
-    const int32_t* table = nullptr;
-
-    void start(int layer_, int item_, int limit_) {
-        layer = layer_, item = item_ - 1, limit = limit_, page = 0, n_pages = 0, half = 1, left = 0;
-        for (int i = 0; i < kLead / 1024; i++) next();
-    }
-    // The next page, half (keys or values) or item.
-    bool enter() {
-        if (++page >= n_pages) {
-            page = 0;
-            half ^= 1;
-            if (half == 0 && !next_item()) return false;
-        }
-        left = kPage * c->n.head_pad * (Kv8 ? 1 : (int)sizeof(T)) / 64;
-        at = (const char*)c->page<T>(layer, table[page], item % c->n.kv_heads) + (size_t)half * left * 64;
-        if constexpr (Kv8) {
-            if (half == 0) prefetch_lines<2, _MM_HINT_T1>(at);  // scales
-            at += kHead8;
-        }
-        return true;
-    }
-    bool next_item() {
-        if (++item >= limit) {
-            item = limit, half = 1, n_pages = 0;  // the next call stops here again
-            return false;
-        }
-        const Segment& s = c->at.segs[segs[item / c->n.kv_heads]];
-        n_pages = (s.start + s.len + kPage - 1) / kPage;
-        table = c->table(s.row);
-        return true;
-    }
-    // One tile more.
-    inline void next() {
-        if (left == 0 && !enter()) return;
-        prefetch_lines<kLines, _MM_HINT_T1>(at);
-        at += kLines * 64;
-        left -= kLines;
-    }
+    int at = 0;            // the place of row 0 in peak, total, top and sums
+    size_t kept = 0;       // of its scores and probs
+    bool goes_on = false;  // the sums of earlier pages are there already
 };
 
 template <class T, bool Kv8>
@@ -150,6 +105,7 @@ struct Attention {
     const V16 rate;                                   // log2(e) / sqrt(head_dim)
     alignas(64) float peak[16 * 16], total[16 * 16];  // [row][lane]: the largest score, the exponentials' sum
     float top[16];                                    // a row's largest score, times rate
+    int n_own = 1, n_all = 1, due = 0;                // of the item at hand: its own pages, all that it reads; see `request`
     alignas(64) float scales[2 * kPage];              // of the page that `block` gave: keys, values
 
     Attention(zl_context& ctx, int layer_, void* scratch, Ahead<T, Kv8>* ahead_)
@@ -186,7 +142,7 @@ struct Attention {
 
     // Takes rows [r0, r1) of page p's scores into the maxima. Slots from a row's end on are out of it.
     inline void see(const QueryTile<T>& t, int p, int r0, int r1) {
-        const float* s = scores + ((size_t)p * t.rows + r0) * 32;
+        const float* s = scores + t.kept + ((size_t)p * t.rows + r0) * 32;
         const V16 low = vset1(-3.0e38f);
         const bool whole = t.end[0] >= (p + 1) * kPage;  // of all rows: ends never fall
         for (int r = r0; r < r1; r++, s += 32) {
@@ -196,16 +152,17 @@ struct Attention {
                 a = vkeep(t.end[r] - p * kPage, a, low);
                 b = vkeep(t.end[r] - p * kPage - 16, b, low);
             }
-            vstore(peak + r * 16, vmax(vload(peak + r * 16), vmax(a, b)));
+            float* most = peak + (t.at + r) * 16;
+            vstore(most, vmax(vload(most), vmax(a, b)));
         }
     }
     // Turns rows [r0, r1) of page p's scores into probs and adds them to the totals.
     inline void exponentials(const QueryTile<T>& t, int p, int r0, int r1) {
-        const float* s = scores + ((size_t)p * t.rows + r0) * 32;
-        T* e = probs + ((size_t)p * t.rows + r0) * 32;
+        const float* s = scores + t.kept + ((size_t)p * t.rows + r0) * 32;
+        T* e = probs + t.kept + ((size_t)p * t.rows + r0) * 32;
         const bool whole = t.end[0] >= (p + 1) * kPage;
         for (int r = r0; r < r1; r++, s += 32, e += 32) {
-            const V16 from = vset1(top[r]);
+            const V16 from = vset1(top[t.at + r]);
             V16 a = vload(s), b = vload(s + 16);
             scaled(0, a, b);
             a = vexp2(vfms(a, rate, from)), b = vexp2(vfms(b, rate, from));
@@ -216,52 +173,75 @@ struct Attention {
                 a = vkeep(n, a, vzero()), b = vkeep(n - 16, b, vzero());
                 x = vkeep(n, x, vzero()), y = vkeep(n - 16, y, vzero());
             }
-            vstore(total + r * 16, vadd(vload(total + r * 16), vadd(a, b)));
+            float* sum = total + (t.at + r) * 16;
+            vstore(sum, vadd(vload(sum), vadd(a, b)));
             vstore_pair(e, x, y);
         }
     }
 
-    // scores = q . k for all pages. A page's maxima are taken among the tile loads of the next one.
-    void score(const QueryTile<T>& t, int kv_head) {
+    // Before the first and after the last page's scores of rows [0, rows).
+    void begin(int rows) {
+        for (int r = 0; r < rows; r++) vstore(peak + r * 16, vset1(-3.0e38f));
+    }
+    void settle(int rows) {
+        for (int r = 0; r < rows; r++) {
+            top[r] = vhmax(vmul(vload(peak + r * 16), rate));
+            vstore(total + r * 16, vzero());
+        }
+    }
+
+    // Called once a tile of keys or values: requests so many tiles that over an item, its own pages are replaced by as
+    // many. Requests without rest behind shared pages would run ahead further than the cache reaches.
+    inline void request() {
+        if (!ahead) return;
+        if (n_own != n_all) {
+            if ((due += n_own) < n_all) return;
+            due -= n_all;
+        }
+        ahead->next();
+    }
+
+    // scores = q . k for all pages. A page's maxima are taken among the tile loads of the next one. This and `weigh` are
+    // inlined wherever they are called: a row alone takes 4% longer through one shared copy of them.
+    __attribute__((always_inline)) void score(const QueryTile<T>& t, int kv_head) {
         const int kt = head_pad / 32;
-        for (int r = 0; r < t.rows; r++) vstore(peak + r * 16, vset1(-3.0e38f));
+        float* out = scores + t.kept;
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
             amx_scores(kt, t.q, t.stride, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 0); }, [&](int p, int i) {
-                if (ahead) ahead->next();
+                request();
                 if (p) see(t, p - 1, t.rows * i / (2 * kt), t.rows * (i + 1) / (2 * kt));
-            }, scores);
+            }, out);
             see(t, t.pages - 1, 0, t.rows);
             return;
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
             product_tiles<T>(t.rows, 2, t.q, t.stride, 32, block(t, p, kv_head, 0), kTile, (size_t)kt * kTile, kt,
-                             scores + (size_t)p * t.rows * 32, 32, false);
+                             out + (size_t)p * t.rows * 32, 32, false);
             see(t, p, 0, t.rows);
         }
     }
-    // sums = probs . v. A page's exponentials are taken among the tile loads of the one before.
-    void weigh(const QueryTile<T>& t, int kv_head) {
-        for (int r = 0; r < t.rows; r++) {
-            top[r] = vhmax(vmul(vload(peak + r * 16), rate));
-            vstore(total + r * 16, vzero());
-        }
+    // sums = probs . v, from zero or from what they are. A page's exponentials are taken among the tile loads of the one before.
+    __attribute__((always_inline)) void weigh(const QueryTile<T>& t, int kv_head) {
+        const T* from = probs + t.kept;
+        float* out = sums + (size_t)t.at * head_pad;
         const int n = head_pad / 16, parts = n < 4 ? n : 4;
 #ifdef ZL_AMX
         if constexpr (sizeof(T) == 2) {
             exponentials(t, 0, 0, t.rows);
-            amx_weigh(n, probs, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 1); }, [&](int p, int i) {
-                if (ahead) ahead->next();
+            amx_weigh(n, from, t.rows, t.pages, [&](int p) { return block(t, p, kv_head, 1); }, [&](int p, int i) {
+                request();
                 if (i < parts && p + 1 < t.pages) exponentials(t, p + 1, t.rows * i / parts, t.rows * (i + 1) / parts);
-            }, sums);
+            }, out, t.goes_on);
             return;
         }
 #endif
         for (int p = 0; p < t.pages; p++) {
             const T* values = block(t, p, kv_head, 1);
             exponentials(t, p, 0, t.rows);
-            product_tiles<T>(t.rows, n, probs + (size_t)p * t.rows * 32, 32, 0, values, 0, kTile, 1, sums, head_pad, p > 0);
+            product_tiles<T>(t.rows, n, from + (size_t)p * t.rows * 32, 32, 0, values, 0, kTile, 1, out, head_pad,
+                             t.goes_on || p > 0);
         }
     }
 
@@ -278,9 +258,7 @@ struct Attention {
 #ifdef ZL_AMX
         if constexpr (Kv8) {
             auto page = [&](int p) { return (const int8_t*)c.page<T>(layer, t.table[p], kv_head); };
-            auto next = [&] {
-                if (ahead) ahead->next();
-            };
+            auto next = [&] { request(); };
             Eight<QueryTile<T>, decltype(page), decltype(next)> eight(t, head_pad, rate, page, next, room8);
             eight.scores = scores, eight.bytes = (uint8_t*)probs;
             eight.peak = peak, eight.total = total, eight.top = top;
@@ -288,21 +266,23 @@ struct Attention {
         } else
 #endif
         {
+            begin(t.rows);
             score(t, kv_head);
+            settle(t.rows);
             weigh(t, kv_head);
         }
     }
 
+    // Divides row r of the sums by its total and hands it on.
+    inline void hand_on(int r, int token, int head) {
+        const V16 inv = vset1(1.0f / vsum(vload(total + r * 16)));
+        for (int d = 0; d < head_pad; d += 32)
+            put((T*)c.act_attn, c.n.kt_attn, token, (head * head_pad + d) / 32, vmul(vload(sums + r * head_pad + d), inv),
+                vmul(vload(sums + r * head_pad + d + 16), inv));
+    }
     void attend(const QueryTile<T>& t, int kv_head, int token0, int r0) {
         products(t, kv_head);
-        const int kt = c.n.kt_attn;
-        for (int r = 0; r < t.rows; r++) {
-            const V16 inv = vset1(1.0f / vsum(vload(total + r * 16)));
-            const int token = token0 + (r0 + r) / group, head = kv_head * group + (r0 + r) % group;
-            for (int d = 0; d < head_pad; d += 32)
-                put((T*)c.act_attn, kt, token, (head * head_pad + d) / 32, vmul(vload(sums + r * head_pad + d), inv),
-                    vmul(vload(sums + r * head_pad + d + 16), inv));
-        }
+        for (int r = 0; r < t.rows; r++) hand_on(r, token0 + (r0 + r) / group, kv_head * group + (r0 + r) % group);
     }
 
     void put_tokens(const Segment& s, int row_page, int kv_head, int from, int count, size_t own, int stride) {
@@ -314,19 +294,26 @@ struct Attention {
             insert<T>(page, head_pad, from, count, k, v, stride);
     }
 
-    // One token of one segment: writes its key and value, then attends.
-    void decode(const Segment& s, int kv_head) {
-        const int pos = s.start;
+    // Writes the key and value of a segment of one token.
+    void put_token(const Segment& s, int kv_head) {
         const size_t own = ((size_t)s.token0 * c.n.kv_heads + kv_head) * head_pad;
-        put_tokens(s, pos / kPage, kv_head, pos % kPage, 1, own, 0);
+        put_tokens(s, s.start / kPage, kv_head, s.start % kPage, 1, own, 0);
+    }
+    // The queries of a segment of one token over its pages from `first` on.
+    QueryTile<T> queries(const Segment& s, int kv_head, int first) const {
         QueryTile<T> t;
         t.q = (const T*)c.q + ((size_t)s.token0 * c.n.heads + kv_head * group) * head_pad;
         t.stride = head_pad;
         t.rows = group;
-        t.pages = pos / kPage + 1;
-        t.table = c.table(s.row);
-        for (int r = 0; r < group; r++) t.end[r] = pos + 1;
-        attend(t, kv_head, s.token0, 0);
+        t.pages = s.start / kPage + 1 - first;
+        t.table = c.table(s.row) + first;
+        for (int r = 0; r < group; r++) t.end[r] = s.start + 1 - first * kPage;
+        return t;
+    }
+    void decode(const Segment& s, int kv_head) {
+        n_own = n_all = 1;
+        put_token(s, kv_head);
+        attend(queries(s, kv_head, 0), kv_head, s.token0, 0);
     }
 
     // Rows [r0, r0 + 16) of a longer segment, row r being token r / group and head r % group of the kv head's group.

@@ -74,12 +74,19 @@ inline void amx_scores(int kt, const bf16* q, size_t stride, int rows, int pages
 // Up to four column tiles of 16 dimensions over all pages.
 template <int N, class Block, class Each>
 inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, int first, Each&& each, float* out,
-                         int ld) {
+                         int ld, bool add) {
     tile_fence();
-    _tile_zero(0);
-    if constexpr (N > 1) _tile_zero(1);
-    if constexpr (N > 2) _tile_zero(2);
-    if constexpr (N > 3) _tile_zero(3);
+    if (add) {
+        _tile_loadd(0, out + first * 16, (size_t)ld * 4);
+        if constexpr (N > 1) _tile_loadd(1, out + first * 16 + 16, (size_t)ld * 4);
+        if constexpr (N > 2) _tile_loadd(2, out + first * 16 + 32, (size_t)ld * 4);
+        if constexpr (N > 3) _tile_loadd(3, out + first * 16 + 48, (size_t)ld * 4);
+    } else {
+        _tile_zero(0);
+        if constexpr (N > 1) _tile_zero(1);
+        if constexpr (N > 2) _tile_zero(2);
+        if constexpr (N > 3) _tile_zero(3);
+    }
     for (int p = 0; p < pages; p++) {
         const bf16* v = block(p) + (size_t)first * kTile;
         tile_fence();
@@ -109,14 +116,15 @@ inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, 
     if constexpr (N > 3) _tile_stored(3, out + first * 16 + 48, (size_t)ld * 4);
 }
 
-// out[row][n * 16] = sum over pages of probs . v of block(page). each(page, i) is called after tile i of a page;
+// out[row][n * 16] = (add ? out : 0) + sum over pages of probs . v of block(page). each(page, i) is called after tile i of a page;
 // the next page's probs may be written until the last call of its page.
 template <class Block, class Each>
-inline void amx_weigh(int n, const bf16* probs, int rows, int pages, Block&& block, Each&& each, float* out) {
+inline void amx_weigh(int n, const bf16* probs, int rows, int pages, Block&& block, Each&& each, float* out,
+                      bool add) {
     const int ld = n * 16;
     int d = 0;
-    for (; d + 4 <= n; d += 4) amx_weigh_of<4>(probs, rows, pages, block, d, each, out, ld);
-    if (n - d == 2) amx_weigh_of<2>(probs, rows, pages, block, d, each, out, ld);
+    for (; d + 4 <= n; d += 4) amx_weigh_of<4>(probs, rows, pages, block, d, each, out, ld, add);
+    if (n - d == 2) amx_weigh_of<2>(probs, rows, pages, block, d, each, out, ld, add);
 }
 
 }  // namespace zl

@@ -7,18 +7,12 @@ Refuses torch, asyncio and the network.
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zl.errors import ConfigError, DeviceError, ZlError
-from zl.filehash import cache_root
+from zl.compiled import cache_dir, compiler, compiler_says, shared_library
+from zl.errors import DeviceError
 
 HERE = Path(__file__).parent
 
@@ -48,11 +42,6 @@ LEVELS = ("amx", "avx512", "avx512f", "avx2")
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILE_DATA = 18
-
-
-def compiler() -> str | None:
-    """Find the C++ compiler: `$CXX`, else g++."""
-    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def have_compiler() -> bool:
@@ -116,20 +105,6 @@ def pick_level(level: str = "auto") -> str:
     )
 
 
-def compiler_version() -> str:
-    """Ask the compiler for its version line; empty where there is none."""
-    command = compiler()
-    if command is None:
-        return ""
-    said = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
-    return said.partition("\n")[0].strip()
-
-
-def cache_dir() -> Path:
-    """Name the folder that holds compiled libraries."""
-    return cache_root() / "native"
-
-
 def profile_flags() -> list[str]:
     """Give the compiler the sampling profiles, whose float32 values become constants of the program."""
     from zl.sampling.profiles import PROFILES  # loads numpy, which the command line's help does without
@@ -142,18 +117,28 @@ def profile_flags() -> list[str]:
 
 
 def fingerprint(level: str) -> str:
-    """Hash everything that decides the library of a level: sources, flags, compiler. Part of `build_id`."""
-    command = compiler()
-    if command is None:
+    """Hash everything that decides the library of a level: sources, flags, compiler. Part of `build_id`.
+
+    Raises  DeviceError: no compiler
+    """
+    if compiler() is None:
         raise no_compiler()
     digest = hashlib.sha256()
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (version, *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
+    for part in (compiler_says(), *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
         digest.update(part.encode() + b"\0")
     for path in sorted(HERE.iterdir()):
         if path.suffix in {".cpp", ".hpp", ".h"}:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def no_compiler() -> DeviceError:
+    """Make the error of a native program that was asked for and that nothing here can compile."""
+    return DeviceError(
+        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
+        call="g++",
+        lasting=True,
+    )
 
 
 def library(level: str) -> Path:
@@ -162,59 +147,6 @@ def library(level: str) -> Path:
     Raises  DeviceError: no compiler, it refused a source, or there is no room
             ConfigError: the cache is not this user's to write
     """
-    folder = cache_dir() / fingerprint(level)
-    target = folder / f"zl_native_{level}.so"
-    if target.exists():
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = _compile(level, Path(work))
-            os.replace(made, target)  # atomic: another process sees all of it or nothing
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    return target
-
-
-def _unwritable(folder: Path, error: OSError) -> ZlError:
-    """Say why the cache cannot be written: a full disk may have room again at the next start, a right stays lacking."""
-    text = f"cannot write below {folder}: {error.strerror or error}; "
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DeviceError(text + "free some room there, or set XDG_CACHE_HOME to a folder that has it", call="write")
-    return ConfigError(text + "set XDG_CACHE_HOME to a folder that can be written")
-
-
-def no_compiler() -> DeviceError:
-    """Make the error of a native program that was asked for and that nothing here can compile."""
-    return DeviceError(
-        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
-        call="g++", lasting=True,
-    )  # fmt: skip
-
-
-def _compile(level: str, work: Path) -> Path:
-    command = compiler()
-    if command is None:
-        raise no_compiler()
+    target = cache_dir() / fingerprint(level) / f"zl_native_{level}.so"
     flags = [*_COMMON, *_LEVEL_FLAGS[level], *profile_flags()]
-    # The assembler's input goes into the same folder: one place that has to have room, and that the error names.
-    environ = os.environ | {"TMPDIR": str(work), "LC_ALL": "C"}
-
-    def run(arguments: list[str]) -> None:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, env=environ)
-        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if done.returncode:
-            raise DeviceError(
-                f"{command} could not build the native step ({level}): {done.stderr.strip()[:2000]}",
-                call=" ".join([command, *arguments]),
-                status=done.returncode,
-            )
-
-    sources = sorted(HERE.glob("*.cpp"))
-    objects = [work / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
-    out = work / "library.so"
-    run([*flags, "-shared", "-pthread", *map(str, objects), "-o", str(out)])
-    return out
+    return shared_library(f"the native step ({level})", target, sorted(HERE.glob("*.cpp")), flags, ["-pthread"])

@@ -17,7 +17,8 @@ Sizes::Sizes(const zl_config& c) {
     kt_hidden = hidden_pad / 32, kt_attn = heads * head_pad / 32, kt_ffn = ffn_pad / 32;
     nb_qkv = (heads + 2 * kv_heads) * head_pad / 32, nb_hidden = hidden_pad / 32, nb_gate_up = ffn_pad / 16;
     nb_vocab = round_up(vocab, 32) / 32;
-    seen_words = (vocab + 31) / 32;
+    filter = {vocab, c.bloom};
+    seen_words = zl_filter_words(filter);
     logit_stride = nb_vocab * 32 + 32;  // rows at multiples of 4 KB would share their cache sets
     stat_room = zl_sample_stat_room(vocab);
     rows = c.max_rows, model_len = c.max_model_len, table_width = c.pages_per_row, pages = c.n_pages;
@@ -39,6 +40,7 @@ zl_context::zl_context(const zl_config& c, const zl_columns& cols, const zl_slot
     at.pos.reserve(n.tokens);
     at.seg_of.reserve(n.tokens);
     at.decodes.reserve(n.rows);
+    at.batches.reserve(n.rows);
     at.fills.reserve(n.tokens / zl::kPage + 2 * n.rows);
     at.tiles.reserve((size_t)n.tokens * n.group / 16 + n.rows + 1);
     at.samples.reserve(n.rows);
@@ -130,7 +132,7 @@ bool zl_context::allocate() {
         attn_scratch.push_back(scratch.take(attn_scratch_bytes()));
         unpacked.push_back(scratch.take(unpacked_bytes));
         own_act.push_back(scratch.take(own_bytes));
-        drawers.emplace_back(new zl::Drawer(n.vocab));
+        drawers.emplace_back(new zl::Drawer(n.filter));
     }
     return true;
 }

@@ -39,6 +39,7 @@ struct Sizes {
     int layers, hidden, hidden_pad, heads, kv_heads, group, head_dim, half, half_pad, head_pad, ffn, ffn_pad, vocab;
     int kt_hidden, kt_attn, kt_ffn;                      // k tiles
     int nb_qkv, nb_hidden, nb_gate_up, nb_vocab;         // blocks of 32 columns
+    zl_filter filter;                                    // of the tokens seen
     int seen_words, logit_stride, stat_room, rows, model_len, table_width, pages, tokens, tokens_pad;
     size_t elem;                                         // bytes of T
     bool kv8;                                            // keys and values in eight bits; T is bf16
@@ -58,13 +59,19 @@ struct Segment {
     bool sample, first;
 };
 
+// Decoding rows whose first `shared` pages are the same: decodes [first, first + count) of the plan. A row alone shares none.
+struct Together {
+    int first, count, shared;
+};
+
 // The running step, written by `plan` and read by all workers.
 struct Plan {
     const zl_slot* slot = nullptr;
     int status = 0;
     std::vector<Segment> segs;
     std::vector<int> pos, seg_of;        // by token of the step
-    std::vector<int> decodes;            // segments of one token, attended with their insertion
+    std::vector<int> decodes;            // segments of one token, attended with their insertion, batch by batch
+    std::vector<Together> batches;       // of them
     std::vector<std::pair<int, int>> fills;  // (segment, page of the row) of longer segments
     std::vector<std::pair<int, int>> tiles;  // (segment, first 16-row query tile) of longer segments
     std::vector<int> samples;            // segments that draw

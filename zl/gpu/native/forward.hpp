@@ -1,6 +1,6 @@
 // The stages of a step in order, for one element type. Included by one translation unit a type.
 #pragma once
-#include "attention.hpp"
+#include "attention_shared.hpp"
 #include "context.hpp"
 #include "gemm.hpp"
 #include "rows.hpp"
@@ -35,20 +35,16 @@ struct Forward {
                 embed_row((const T*)c.embed, id, n.hidden_pad, c.x + (size_t)i * n.hidden_pad);
             }
         });
-        // A row's first step: the exact set of its prompt's tokens.
+        // A row's first step: its filter holds the prompt's tokens.
         w.run((int)p.segs.size(), 1, [&](int a, int b, int) {
-            for (int i = a; i < b; i++)
-                if (p.segs[i].first) mark_prompt(p.segs[i].row);
+            for (int i = a; i < b; i++) {
+                const int row = p.segs[i].row;
+                if (p.segs[i].first)
+                    zl_filter_build(n.filter, seen(row), c.columns.prompt_ids + row * c.columns.prompt_stride,
+                                    c.columns.prompt_len[row]);
+            }
         });
         clock.mark(kEmbed);
-    }
-
-    void mark_prompt(int row) {
-        uint32_t* seen = c.seen + (size_t)row * n.seen_words;
-        memset(seen, 0, (size_t)n.seen_words * 4);
-        const int32_t* ids = c.columns.prompt_ids + row * c.columns.prompt_stride;
-        for (int i = 0; i < c.columns.prompt_len[row]; i++)
-            if (ids[i] >= 0 && ids[i] < n.vocab) seen[ids[i] >> 5] |= 1u << (ids[i] & 31);
     }
 
     // The normed rows as an activation. Of a few rows each thread makes its own copy, which is cheaper than meeting the
@@ -124,7 +120,7 @@ struct Forward {
 
     template <bool Kv8>
     void attend_over(int layer) {
-        Ahead<T, Kv8> ahead{&c, p.decodes.data()};
+        Ahead<T, Kv8> ahead{&c};
         Attention<T, Kv8> part(c, layer, c.attn_scratch[w.index], nullptr);
         const int kvh = n.kv_heads;
         w.run((int)p.fills.size() * kvh, 2, [&](int a, int b, int) {
@@ -135,15 +131,16 @@ struct Forward {
         w.run((int)p.tiles.size() * kvh, 1, [&](int a, int b, int) {
             for (int i = a; i < b; i++) part.tile(p.segs[p.tiles[i / kvh].first], i % kvh, p.tiles[i / kvh].second);
         });
-        Attention<T, Kv8> single(c, layer, c.attn_scratch[w.index], &ahead);
-        if (!p.decodes.empty()) single.set_tiles();
+        SharedAttention<T, Kv8> decoding(c, layer, c.attn_scratch[w.index], &ahead);
+        if (!p.decodes.empty()) decoding.set_tiles();
         int expected = -1;
         // Chunks of a row share its page table; few rows are split by heads, so that all threads have some.
-        const int items = (int)p.decodes.size() * kvh, chunk = items < 8 * w.n_threads ? 1 : kvh;
+        const int items = (int)p.batches.size() * kvh;
+        const int chunk = items < 8 * w.n_threads || p.batches.size() < p.decodes.size() ? 1 : kvh;
         w.run(items, chunk, [&](int a, int b, int limit) {
             if (a != expected) ahead.start(layer, a, limit);
             expected = b;
-            for (int i = a; i < b; i++) single.decode(p.segs[p.decodes[i / kvh]], i % kvh);
+            for (int i = a; i < b; i++) decoding.decode(p.batches[i / kvh], i % kvh);
         });
         clock.mark(kAttention);
     }
@@ -221,6 +218,7 @@ struct Forward {
                  });
     }
 
+    uint32_t* seen(int row) const { return c.seen + (size_t)row * n.seen_words; }
     float* logits(int sample) const { return c.logits + (size_t)sample * n.logit_stride; }
 
     void sample() {
@@ -235,18 +233,18 @@ struct Forward {
         const Segment& s = p.segs[p.samples[i]];
         const zl_columns& col = c.columns;
         const int row = s.row, made = s.start + s.len - col.prompt_len[row];  // tokens generated before this one
-        uint32_t* seen = c.seen + (size_t)row * n.seen_words;
         int32_t token = -1;
         float logprob = 0;
         uint8_t flags = 0;
-        zl_sample_measured(logits(i), n.vocab, &p.measures[i], seen, col.temperature[row], col.top_p[row], col.penalty[row],
-                           col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags);
+        const uint32_t* bitmap = col.penalty[row] == 1 ? nullptr : drawer.bitmap(seen(row));
+        zl_sample_measured(logits(i), n.vocab, &p.measures[i], bitmap, col.temperature[row], col.top_p[row],
+                           col.penalty[row], col.seed[row], (uint32_t)made, drawer.scratch(), &token, &logprob, &flags);
         if (flags & ZL_NUMERIC) {
             token = -1;
             logprob = 0;
         } else {
             c.last_token[row] = token;
-            seen[token >> 5] |= 1u << (token & 31);
+            zl_filter_add(n.filter, seen(row), token);
             if (!(col.row_flags[row] & ZL_IGNORE_EOS))
                 for (int32_t e : c.eos)
                     if (e == token) flags |= ZL_EOS;

@@ -74,18 +74,23 @@ def config_of(
     step_tokens: int,
     threads: int,
     kv: str,
+    bloom: bool,
 ) -> abi.Config:
-    """Fill a zl_config; `kinds` and `eos` (int32) must outlive it. table: pages a row; kv: as in pool_bytes."""
+    """Fill a zl_config; `kinds` and `eos` (int32) must outlive it. table: pages a row; kv: as in pool_bytes.
+
+    bloom  the penalty's filter is a Bloom filter
+    """
     return abi.Config(
         shape.n_layers, shape.hidden, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn, shape.vocab,
         rows, model_len, table, n_pages, step_tokens, threads, dtype == "bfloat16", kv == "int8", len(eos),
-        shape.rms_eps, eos.ctypes.data, kinds.ctypes.data,
+        bloom, shape.rms_eps, eos.ctypes.data, kinds.ctypes.data,
     )  # fmt: skip
 
 
 def needs(
-    shape: ModelShape, weights: Packed | Blocks, shapes: Shapes, dtype: str, level: str, threads: int, kv: str
-) -> Needs:
+    shape: ModelShape, weights: Packed | Blocks, shapes: Shapes, dtype: str, level: str, threads: int, kv: str,
+    penalty_filter: str = "exact",
+) -> Needs:  # fmt: skip
     """Count what a step over `shapes` would map, rows and pages as they stand there.
 
     weights  an artifact's, or what gives the model's blocks
@@ -101,6 +106,7 @@ def needs(
     config = config_of(
         shape, dtype, kinds, eos, rows=shapes.max_rows, model_len=shapes.max_model_len, table=shapes.pages_per_row,
         n_pages=shapes.n_pages, step_tokens=shapes.step_tokens, threads=threads, kv=kv,
+        bloom=penalty_filter == "bloom",
     )  # fmt: skip
     found = (ctypes.c_size_t * 3)()
     if not lib.zl_count(ctypes.byref(config), found):

@@ -1,4 +1,6 @@
 // The serial head of a step: which segments run, where their tokens lie, what the attention stage will do.
+#include <algorithm>
+
 #include "context.hpp"
 
 namespace zl {
@@ -32,6 +34,51 @@ static void add_segment(zl_context& c, const Segment& s) {
     for (int r = 0; r < s.len * c.n.group; r += 16) p.tiles.emplace_back(id, r);
 }
 
+// The first pages that two decoding rows have in common; never one that either of them writes.
+static int common(const zl_context& c, const Segment& a, const Segment& b) {
+    const int32_t *x = c.table(a.row), *y = c.table(b.row);
+    const int most = std::min(a.start, b.start) / kPage;
+    int n = 0;
+    while (n < most && x[n] == y[n]) n++;
+    return n;
+}
+
+// Puts decoding rows that share the same number of first pages beside each other and cuts them into batches of about
+// equal size, each for one tile of queries; the batches keep the order of the slot. Few rows are left in smaller ones,
+// so that all threads have some.
+static void batch(zl_context& c) {
+    Plan& p = c.at;
+    const int n = (int)p.decodes.size(), each = 4 * c.config.n_threads;
+    int most = std::min(16 / c.n.group, std::max(1, n * c.n.kv_heads / each));
+#ifdef ZL_AMX
+    if (c.n.kv8) most = 1;  // kv8_amx.hpp takes one row
+#endif
+    auto same = [&](int i, int j) { return common(c, p.segs[p.decodes[i]], p.segs[p.decodes[j]]); };
+    if (most > 1)  // by page ids: rows that share more lie nearer
+        std::sort(p.decodes.begin(), p.decodes.end(), [&](int i, int j) {
+            const Segment &a = p.segs[i], &b = p.segs[j];
+            const int at = common(c, a, b);
+            if (at == std::min(a.start, b.start) / kPage) return std::make_pair(a.start, i) < std::make_pair(b.start, j);
+            return c.table(a.row)[at] < c.table(b.row)[at];
+        });
+    for (int i = 0, end; i < n; i = end) {
+        end = i + 1;
+        const int shared = most > 1 && end < n ? same(i, end) : 0;
+        if (shared) {
+            while (end < n && same(end - 1, end) == shared) end++;
+            if (end < n && same(end - 1, end) > shared) end--;  // shares more with those that follow
+        }
+        std::sort(p.decodes.begin() + i, p.decodes.begin() + end);
+        const int parts = (end - i + most - 1) / most;
+        for (int k = 0; k < parts; k++) {
+            const int first = i + (end - i) * k / parts, last = i + (end - i) * (k + 1) / parts;
+            p.batches.push_back({first, last - first, last - first > 1 ? shared : 0});
+        }
+    }
+    std::sort(p.batches.begin(), p.batches.end(),
+              [&](const Together& a, const Together& b) { return p.decodes[a.first] < p.decodes[b.first]; });
+}
+
 // Where the head product puts what it measures of a row's logits, and what is wanted of them.
 static zl_sample_stats measures_of(const zl_context& c, int sample, int row) {
     const zl_columns& col = c.columns;
@@ -48,7 +95,7 @@ void zl_context::plan(int slot) {
     for (double& t : times) t = 0;
     p.slot = &slots[slot];
     p.status = ZL_OK;
-    p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
+    p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.batches.clear(), p.fills.clear(), p.tiles.clear();
     p.samples.clear(), p.measures.clear();
     sampled.clear();
     const zl_slot& in = *p.slot;
@@ -73,9 +120,10 @@ void zl_context::plan(int slot) {
         if (p.status == ZL_OK) zl::add_segment(*this, g);
     }
     if (p.status != ZL_OK) {  // a broken slot computes nothing at all
-        p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.fills.clear(), p.tiles.clear();
+        p.segs.clear(), p.pos.clear(), p.seg_of.clear(), p.decodes.clear(), p.batches.clear(), p.fills.clear(), p.tiles.clear();
         p.samples.clear();
     }
+    zl::batch(*this);
     status[++planned % 8] = p.status;
     for (int id : p.samples) {
         p.measures.push_back(zl::measures_of(*this, (int)sampled.size(), p.segs[id].row));

@@ -380,14 +380,6 @@ int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float t
     return n;
 }
 
-void zl_seen_add(uint32_t* seen, int32_t id) { seen[id >> 5] |= 1u << (id & 31); }
-
-void zl_seen_build(uint32_t* seen, int vocab, const int32_t* ids, int n) {
-    memset(seen, 0, ((size_t)vocab + 31) / 32 * sizeof(uint32_t));
-    for (int i = 0; i < n; i++)
-        if ((uint32_t)ids[i] < (uint32_t)vocab) zl_seen_add(seen, ids[i]);
-}
-
 // Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
 float zl_sample_uniform(uint64_t seed, uint32_t index) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32), c[4] = {index, 0, 0, 0};

@@ -14,8 +14,11 @@
 #define zl_sample_scale ZL_SYM(zl_sample_scale, ZL_LEVEL)
 #define zl_sample_measured ZL_SYM(zl_sample_measured, ZL_LEVEL)
 #define zl_sample_kept ZL_SYM(zl_sample_kept, ZL_LEVEL)
-#define zl_seen_add ZL_SYM(zl_seen_add, ZL_LEVEL)
-#define zl_seen_build ZL_SYM(zl_seen_build, ZL_LEVEL)
+#define zl_filter_words ZL_SYM(zl_filter_words, ZL_LEVEL)
+#define zl_filter_room ZL_SYM(zl_filter_room, ZL_LEVEL)
+#define zl_filter_add ZL_SYM(zl_filter_add, ZL_LEVEL)
+#define zl_filter_build ZL_SYM(zl_filter_build, ZL_LEVEL)
+#define zl_filter_bitmap ZL_SYM(zl_filter_bitmap, ZL_LEVEL)
 #define zl_sample_uniform ZL_SYM(zl_sample_uniform, ZL_LEVEL)
 #endif
 
@@ -61,9 +64,18 @@ void zl_sample_measured(const float* logits, int vocab, const zl_sample_stats* s
 int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float temperature, float top_p, float penalty,
                    zl_sample_scratch* scratch, uint8_t* kept);
 
-void zl_seen_add(uint32_t* seen, int32_t id);
-// Clears the bitmap of `vocab` tokens and adds n ids; ids outside the vocabulary are left out.
-void zl_seen_build(uint32_t* seen, int vocab, const int32_t* ids, int n);
+// The tokens that a row has seen (filter.cpp): an exact bitmap, or a Bloom filter of 4 KiB.
+struct zl_filter {
+    int32_t vocab, bloom;
+};
+int zl_filter_words(zl_filter);  // of a row
+int zl_filter_room(zl_filter);   // words that zl_filter_bitmap writes
+// Adds a token of the vocabulary.
+void zl_filter_add(zl_filter, uint32_t* row, int32_t id);
+// Clears a row and adds n ids; ids outside the vocabulary are left out.
+void zl_filter_build(zl_filter, uint32_t* row, const int32_t* ids, int n);
+// A row as the bitmap that the sampler reads: itself where it is exact, else `room`, written.
+const uint32_t* zl_filter_bitmap(zl_filter, const uint32_t* row, uint32_t* room);
 
 // The draw itself, in [0, 1): Philox4x32-10, key (seed low, seed high), counter (index, 0, 0, 0), top 24 bits of word 0.
 float zl_sample_uniform(uint64_t seed, uint32_t index);

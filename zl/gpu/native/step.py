@@ -18,6 +18,7 @@ from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
 from zl.gpu.native.needs import config_of, kinds_of, pool_bytes
 from zl.gpu.native.packed import Packed, body_begin, read_head, write_head
+from zl.sampling.filter import Filter
 from zl.shapes import INT8_MODEL_LEN, PAGE, ModelShape
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class NativeStep:
     slots            two gpu.pinned.StepSlot
     max_step_tokens  most tokens one step may hold
     level            auto, amx, avx512, avx512f or avx2
+    penalty_filter   a kind of zl.sampling.filter, "exact" or "bloom"
     kv               "int8" keeps keys and values in eight bits (bf16 engines only); "auto" in the engine's dtype
     blocks           gives a tensor's quantised blocks as WeightSource.blocks does. A bf16 engine keeps those of Q4_0,
                      Q4_1 and Q8_0 and unpacks them at each use, to the same bits that the tensor in bf16 has
@@ -66,6 +68,7 @@ class NativeStep:
         level: str = "auto",
         blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None,
         kv: str = "auto",
+        penalty_filter: str = "exact",
     ):
         self.shape = shape
         self.n_pages = n_pages
@@ -77,7 +80,9 @@ class NativeStep:
         self.kv = self.dtype if kv == "auto" else kv
         if self.kv not in (self.dtype, "int8") or (self.kv == "int8" and self.dtype != "bfloat16"):
             raise ShapeError("kv", kv, f"auto in {self.dtype}" + (", or int8" if self.dtype == "bfloat16" else ""))
-        self.name = f"native {self.level} {self.dtype}" + (", int8 KV" if self.kv == "int8" else "")
+        self.filter = Filter(penalty_filter, shape.vocab)
+        kept = ", int8 KV" if self.kv == "int8" else ""
+        self.name = f"native {self.level} {self.dtype}{kept}{self.filter.note}"
         if self.level == "amx":
             request_amx()  # before the worker threads start
         self._lib = abi.load(packed.library if packed is not None else library(self.level))
@@ -91,7 +96,7 @@ class NativeStep:
         config = config_of(
             shape, self.dtype, self._kinds, self._eos, rows=self._max_rows, model_len=self._model_len,
             table=columns.page_table.shape[1], n_pages=n_pages, step_tokens=max_step_tokens, threads=n_threads,
-            kv=self.kv,
+            kv=self.kv, bloom=self.filter.bloom,
         )  # fmt: skip
         self._context: int | None = self._lib.zl_open(
             ctypes.byref(config), ctypes.byref(abi.columns(columns)), abi.slots(slots)
@@ -238,6 +243,12 @@ class NativeStep:
         count = self._lib.zl_logits(self._handle, self._max_rows, segs.ctypes.data, out.ctypes.data)
         return {int(segs[i]): out[i].copy() for i in range(count)}
 
+    def batches(self) -> list[tuple[int, int]]:
+        """List rows and shared pages of each batch that the last step's decoding rows made; no step in flight."""
+        rows, shared = np.empty((2, self._max_rows), np.int32)
+        count = self._lib.zl_batches(self._handle, rows.ctypes.data, shared.ctypes.data)
+        return list(zip(rows[:count].tolist(), shared[:count].tolist(), strict=True))
+
     def times(self) -> dict[str, float]:
         """Give the last step's microseconds by stage, as the first worker saw them (waiting included)."""
         self._lib.zl_times(self._handle)  # sync
@@ -267,10 +278,9 @@ class NativeStep:
         """Lay numpy arrays over the device state; they die with `close`."""
         pointers = [ctypes.c_void_p() for _ in range(3)]
         self._lib.zl_state(self._handle, *(ctypes.byref(p) for p in pointers))
-        words = (self.shape.vocab + 31) // 32
         self.last_token = abi.view(pointers[0], (self._max_rows,), np.int32)
         self.done = abi.view(pointers[1], (self._max_rows,), np.uint8)
-        self.seen = abi.view(pointers[2], (self._max_rows, words), np.uint32)
+        self.seen = abi.view(pointers[2], (self._max_rows, self.filter.words), np.uint32)
         times = ctypes.c_void_p(self._lib.zl_times(self._handle))
         self._times = abi.view(times, (len(STAGES),), np.float64)
 

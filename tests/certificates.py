@@ -1,0 +1,36 @@
+"""Certificates for tests, made by the openssl program: self-signed, so that each is its own authority."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = ("DNS:localhost", "IP:127.0.0.1")
+
+
+class Pair(NamedTuple):
+    cert: str
+    key: str
+
+    def context(self) -> ssl.SSLContext:
+        """Give a server's context."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+def make(folder: Path, name: str, *names: str, days: int = 2) -> Pair:
+    """Make a certificate for `names` (here, by default); one of -1 days has expired."""
+    cert, key, asked = (str(folder / f"{name}.{end}") for end in ("pem", "key", "csr"))
+    openssl(
+        "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
+        "-addext", f"subjectAltName={','.join(names or HERE)}", "-keyout", key, "-out", asked,
+    )  # fmt: skip
+    openssl("x509", "-req", "-in", asked, "-signkey", key, "-days", str(days), "-copy_extensions", "copy", "-out", cert)
+    return Pair(cert, key)
+
+
+def openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,180 @@
+"""A blocking connection to a server: whole sends, reads that end in time; the same over TCP, Unix sockets and TLS.
+
+State: of each `Channel`, its socket, the TLS on it and what waits to be sent. One thread may receive while any number
+send. The one place where blocking clients open sockets. Refuses asyncio; ssl comes with the first tls: address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from zl.address import Target, TlsAddress, UnixAddress
+from zl.client import endpoints
+from zl.client.trust import Trust
+
+if TYPE_CHECKING:
+    from zl.client.tls import Tls
+
+_RECV_BYTES = 1 << 16
+
+
+class Channel:
+    """A connection; made by `open_channel`.
+
+    early  what had come with the end of the TLS handshake, as a receiver is to see it
+    """
+
+    def __init__(self, sock: socket.socket, address: Target, tls: Tls | None = None, early: bytes = b""):
+        self.address = address
+        self._socket = sock
+        self._tls = tls
+        self._early = early
+        self._waiting: deque[bytes] = deque()
+        self._sending = threading.Lock()
+        self._broken: OSError | None = None
+
+    def receive(self, timeout: float) -> bytes | None:
+        """Wait at most `timeout` seconds for bytes; b"" at the end, None where none came, or no whole TLS record.
+
+        Raises  OSError: the connection broke
+        """
+        if self._early:
+            early, self._early = self._early, b""
+            return early
+        if self._tls is not None and self._tls.ended:
+            return b""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(None if math.isinf(timeout) else math.ceil(timeout * 1000)):
+            return None
+        raw = self._socket.recv(_RECV_BYTES)
+        if self._tls is None:
+            return raw
+        # All that can be decrypted is taken at once: nothing stays behind where `poll` does not see it.
+        data = self._tls.decrypt(raw)
+        return data if data or not raw or self._tls.ended else None
+
+    def send(self, data: bytes) -> None:
+        """Send bytes whole, after all that was to be sent before. Where another thread is sending, it sends these too.
+
+        Nobody waits for a lock here: a Stream's __del__, which may come anywhere, sends as well.
+        Raises  OSError: the connection broke, or the server has not read for too long
+        """
+        self._waiting.append(data)
+        while self._waiting and self._sending.acquire(blocking=False):
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                while self._waiting:
+                    data = self._waiting.popleft()
+                    self._socket.sendall(data if self._tls is None else self._tls.encrypt(data))  # wire
+            except OSError as error:
+                self._broken = error  # a frame may have been cut short: nothing can follow it
+                self._waiting.clear()
+                raise
+            finally:
+                self._sending.release()
+
+    def end_sending(self) -> None:
+        """Say that nothing more will be sent."""
+        self._farewell()
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def shut(self) -> None:
+        """End the connection; a thread that receives wakes. `close` must follow, once it has."""
+        self._farewell()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket up."""
+        self._socket.close()
+
+    def _farewell(self) -> None:
+        # Where a thread is stuck in the middle of a record there is no saying goodbye, and no waiting for it either.
+        if self._tls is not None and self._sending.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):
+                    self._socket.send(self._tls.end(), socket.MSG_DONTWAIT)
+            finally:
+                self._sending.release()
+
+
+def open_channel(text: str | None, timeout: float, trust: Trust) -> Channel:
+    """Connect to an address, or to the default ones for None.
+
+    timeout  seconds for all of it, a TLS handshake included; later also how long the server may take nothing off us
+    Raises   ConnectionFailed, TlsFailed; ConfigError: the text is no address, or the CA file cannot be used
+    """
+    addresses = endpoints.candidates(text)
+    limit = None if math.isinf(timeout) else timeout
+    last = OSError("nothing to try")
+    for address in addresses:
+        try:
+            if isinstance(address, TlsAddress):
+                return _open_tls(address, limit, trust)
+            return Channel(open_socket(address, limit), address)
+        except OSError as error:
+            last = error
+    raise endpoints.failure(addresses, last, trust.ca_file) from last
+
+
+def open_socket(address: Target, timeout: float | None) -> socket.socket:
+    """Connect a socket; `timeout` in seconds, None waits for ever, stays on it. OSError: nobody answers."""
+    if not isinstance(address, UnixAddress):
+        sock = socket.create_connection((address.host, address.port), timeout)
+        # A request is one small write: waiting for more to send with it would only delay it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(address.path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _open_tls(address: TlsAddress, timeout: float | None, trust: Trust) -> Channel:
+    from zl.client.tls import Tls
+
+    tls = Tls(trust.context(), address.host)
+    end = None if timeout is None else time.monotonic() + timeout
+    sock = open_socket(address, timeout)
+    try:
+        early = _shake_hands(sock, tls, end)
+        sock.settimeout(timeout)
+    except BaseException:
+        sock.close()
+        raise
+    return Channel(sock, address, tls, early)
+
+
+def _shake_hands(sock: socket.socket, tls: Tls, end: float | None) -> bytes:
+    """Do the handshake; return what the server has said beyond it."""
+    data, done = b"", False
+    while True:
+        if end is not None:
+            sock.settimeout(max(0.001, end - time.monotonic()))
+        try:
+            done = tls.handshake(data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                sock.sendall(tls.outgoing())  # wire (the alert, which tells the server why)
+            raise
+        sock.sendall(tls.outgoing())  # wire
+        if done:
+            return tls.decrypt(b"")
+        data = sock.recv(_RECV_BYTES)
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError

@@ -1,0 +1,99 @@
+"""Compile C++ sources into shared libraries, each of them once: the compiler, its cache folder, one atomic way into it.
+
+State: files under the cache folder; nothing in memory. What decides a library's bytes is known to its owner, who names
+the file accordingly. Refuses torch, numpy, asyncio, net and gpu: both of these have libraries.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from zl.errors import ConfigError, DeviceError, ZlError
+from zl.filehash import cache_root
+
+
+def compiler() -> str | None:
+    """Find the C++ compiler: `$CXX`, else g++."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def compiler_says() -> str:
+    """Ask the compiler for all that it says of its version; empty where there is none."""
+    command = compiler()
+    if command is None:
+        return ""
+    return subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def compiler_version() -> str:
+    """Ask the compiler for its version line; empty where there is none."""
+    return compiler_says().partition("\n")[0].strip()
+
+
+def cache_dir() -> Path:
+    """Name the folder that holds compiled libraries."""
+    return cache_root() / "native"
+
+
+def shared_library(
+    what: str, target: Path, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str] = ()
+) -> Path:
+    """Give `target`, compiled when it is not there yet; another process sees all of it or nothing.
+
+    what    the library's name in an error
+    flags   for compiling and linking; link: for linking alone
+    Raises  DeviceError: no compiler, it refused a source, or there is no room
+            ConfigError: the folder is not this user's to write
+    """
+    if target.exists():
+        return target
+    command = compiler()
+    if command is None:
+        raise DeviceError(f"no C++ compiler found for {what}; install g++ (or set CXX)", call="g++", lasting=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            os.replace(_compile(command, what, Path(work), sources, flags, link), target)
+    except OSError as error:
+        raise _unwritable(target.parent, error) from error
+    return target
+
+
+def _unwritable(folder: Path, error: OSError) -> ZlError:
+    """Say why the cache cannot be written: a full disk may have room again at the next start, a right stays lacking."""
+    text = f"cannot write below {folder}: {error.strerror or error}; "
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DeviceError(text + "free some room there, or set XDG_CACHE_HOME to a folder that has it", call="write")
+    return ConfigError(text + "set XDG_CACHE_HOME to a folder that can be written")
+
+
+def _compile(
+    command: str, what: str, work: Path, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str]
+) -> Path:
+    # The assembler's input goes into the same folder: one place that has to have room, and that the error names.
+    environ = os.environ | {"TMPDIR": str(work), "LC_ALL": "C"}
+
+    def run(arguments: list[str]) -> None:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, env=environ)
+        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if done.returncode:
+            raise DeviceError(
+                f"{command} could not build {what}: {done.stderr.strip()[:2000]}",
+                call=" ".join([command, *arguments]),
+                status=done.returncode,
+            )
+
+    objects = [work / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
+    made = work / "library.so"
+    run([*flags, "-shared", *link, *map(str, objects), "-o", str(made)])
+    return made
