@@ -193,6 +193,8 @@ def test_tls_is_an_address_for_clients_and_a_listener_says_what_to_set():
 def test_port_zero_only_where_a_listener_may_pick():
     assert parse_host_port("h:0", port_zero=True) == TcpAddress("h", 0)
     assert load({"listen": ["tcp:h:0", "tcp:h:0"], "metrics": "h:0"}, environ={}).metrics == "h:0"
+    with pytest.raises(ConfigError, match=r"write for example 127\.0\.0\.1:9433$"):
+        load({"metrics": "9433"}, environ={})
 
 
 def test_the_guide_lists_every_setting_with_its_table():

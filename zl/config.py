@@ -121,7 +121,7 @@ class Settings:
     nvtx: str = _switch("model", "name what a step does for Nsight Systems; needs a torch built for CUDA")
 
     listen: tuple[str, ...] = _setting(default_listen, _LISTEN)
-    metrics: str = _setting("127.0.0.1:9433", _METRICS)
+    metrics: str = _setting(f"127.0.0.1:{readers.METRICS_PORT}", _METRICS)
     auth_token: str = _setting("", _TOKEN, repr=False)
     auth_token_file: str = _file("server", "file with the secret that clients must say hello with")
     tls_cert: str = _file("server", "PEM certificate chain; TCP listeners then speak TLS")

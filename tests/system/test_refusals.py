@@ -99,6 +99,17 @@ def test_metrics_port_in_use_is_found_before_the_model_is_read(tmp_path):
     one_line(done, f"metrics: 127.0.0.1:{port} is in use", status=1)
 
 
+def test_a_server_that_others_reach_without_a_token_is_warned_of(tmp_path):
+    path = tmp_path / "notes.gguf"
+    path.write_text("shopping list")
+    done = serve("--model", str(path), "--listen", "tcp:0.0.0.0:0")
+    warning, error = done.stderr.splitlines()
+    assert "WARNING" in warning.upper()
+    assert "anybody who reaches tcp:0.0.0.0:" in warning
+    assert "set auth_token_file and tls_cert" in warning
+    assert error.startswith("zl: ")
+
+
 def test_socket_in_a_folder_that_is_not_there(tmp_path, gguf_path):
     done = serve("--model", str(gguf_path), "--listen", f"unix:{tmp_path}/none/zl.sock")
     one_line(done, "none/zl.sock", "folder does not exist", status=2)
