@@ -68,8 +68,8 @@ class Builder:
                 return self._build(folder)
         except OSError as error:
             raise TransferError(
-                f"{folder}: cannot write the artifact: {error.strerror or error}; free some room, or name another "
-                "folder with --out or XDG_CACHE_HOME"
+                f"{folder}: cannot write the artifact: {error.strerror or error}; free some room, or set "
+                "XDG_CACHE_HOME to another folder"
             ) from error
 
     def _build(self, folder: Path) -> Artifact:
