@@ -34,6 +34,9 @@ from zl.net.frames import PING, FrameDecoder, Payload, Ping, frame
 
 INFO = ServerInfo(version="0.0.1", model="fake", vocab_size=10, max_batch=4, device="none", build_id="b1")
 
+CONTEXT_BYTES = 1_000
+"""More context than this is cut, or so the usage says."""
+
 
 class FakeServer:
     """Runs in a thread of its own; `address` is where."""
@@ -183,5 +186,6 @@ class FakeServer:
                     await asyncio.sleep(0)
                 words = []
             tokens(1, *words)
-            usage = Usage(prompt_tokens=7, completion_tokens=len(words), queue_us=1000)
+            usage = Usage(prompt_tokens=7, completion_tokens=len(words), queue_us=1000,
+                          truncated=len(request.context) > CONTEXT_BYTES)  # fmt: skip
             writer.write(encode_last(rid, [], b"", None, Finish.STOP, usage))

@@ -133,6 +133,13 @@ def edit_manifest(folder: Path, change) -> None:
     (folder / MANIFEST).write_text(json.dumps(values | {"check": artifacts.check_of(values)}))
 
 
+def test_a_length_that_the_model_does_not_have_is_cut_and_said(tiny):
+    for asked, said in ((100_000, ["max_model_len 100000: cut to 512, all that tiny takes"]), (512, [])):
+        lines: list[str] = []
+        prepare(dataclasses.replace(SMALL, max_model_len=asked, artifact="off", cpu_level="torch"), tiny, lines.append)
+        assert [line for line in lines if line.startswith("max_model_len")] == said
+
+
 # The same bits
 
 

@@ -64,6 +64,7 @@ def test_what_is_no_size(text):
     ("text", "line", "words"),
     [
         ("[limits]\nmax_row = 3\n", 2, ["unknown key 'max_row' in [limits]", "did you mean 'max_rows'?"]),
+        ("[server]\nmax_row = 3\n", 2, ["unknown key 'max_row' in [server]", "did you mean 'max_rows' in [limits]?"]),
         ("[limit]\nmax_rows = 3\n", 1, ["unknown table 'limit'", "did you mean 'limits'?"]),
         ("max_rows = 3\n", 1, ["max_rows belongs in the table [limits]"]),
         ("[server]\n\nmax_rows = 3\n", 3, ["max_rows belongs in the table [limits], not in [server]"]),
@@ -192,6 +193,8 @@ def test_tls_is_an_address_for_clients_and_a_listener_says_what_to_set():
 def test_port_zero_only_where_a_listener_may_pick():
     assert parse_host_port("h:0", port_zero=True) == TcpAddress("h", 0)
     assert load({"listen": ["tcp:h:0", "tcp:h:0"], "metrics": "h:0"}, environ={}).metrics == "h:0"
+    with pytest.raises(ConfigError, match=r"write for example 127\.0\.0\.1:9433$"):
+        load({"metrics": "9433"}, environ={})
 
 
 def test_the_guide_lists_every_setting_with_its_table():
@@ -220,6 +223,6 @@ def test_the_guides_example_loads(write):
     [([], "off"), (["--nvtx"], "on"), (["--nvtx", "off"], "off"), (["--nvtx", "--berths", "3"], "on")],
 )
 def test_a_switch_alone_means_on(arguments, nvtx):
-    args = build_parser().parse_args(["serve", *arguments])
+    args = build_parser()[0].parse_args(["serve", *arguments])
     flags = {setting.name: getattr(args, f"set_{setting.name}", None) for setting in SETTINGS}
     assert load(flags, environ={}).nvtx == nvtx

@@ -90,6 +90,34 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
         plan(kv_memory="256MiB")
 
 
+class Cpu(CpuDevice):
+    """A machine of 16 GiB, of which others take some."""
+
+    free = 15 * GIB
+
+    def memory(self):
+        return self.free, 16 * GIB
+
+
+@pytest.mark.parametrize("make", [Cpu, lambda: Gpu(30 * GIB)])
+def test_only_what_others_may_give_back_is_worth_another_start(make):
+    """Exit status 2 is not restarted."""
+    small = replace(LLAMA_8B, n_layers=8, vocab=32_000)
+
+    def refused(free=None, **flags):
+        device = make()
+        device.free = free if free is not None else device.free
+        with pytest.raises(CapacityError) as caught:
+            plan(small, device, **flags)
+        return caught.value.exit_status
+
+    plan(small, make())
+    assert refused(kv_memory="800GiB") == 2
+    assert refused(kv_memory="1MiB") == 2
+    assert refused(free=2 * GIB) == 1
+    assert refused(free=4 * GIB, kv_memory="4GiB") == 1
+
+
 @pytest.mark.parametrize("n_bytes", [17 * GIB, 20 * GIB, 40 * GIB, 141_000_000_000])
 def test_the_plan_never_exceeds_what_is_free(n_bytes):
     device = Gpu(n_bytes)

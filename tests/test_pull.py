@@ -181,6 +181,7 @@ def test_offline_says_where_to_put_the_file(get, site):
     site.mode = "404"
     with pytest.raises(ModelError) as caught:
         get()
+    assert caught.value.exit_status == 1  # the network may be back at the next start
     text = str(caught.value)
     assert "HTTP 404" in text
     assert f"Copy tiny.gguf to {get.cache / 'tiny.gguf'}" in text
@@ -256,10 +257,12 @@ def test_names_and_paths_are_located(tmp_path, monkeypatch):
     (cache_folder() / MODELS[name].file).touch()
     assert locate(name) == cache_folder() / MODELS[name].file
     assert locate(str(tmp_path)) == tmp_path
-    with pytest.raises(ConfigError, match=f"no file or folder.*{name}"):
-        locate("smollm")
-    with pytest.raises(ModelError, match=name):
-        fetch("smollm", cache=tmp_path)
+    for other in ("smollm", "Qwen/Qwen2.5-0.5B", "https://host/model.gguf"):
+        with pytest.raises(ConfigError, match=f"no file or folder.*{name}; zl fetches no other: download it"):
+            locate(other)
+        with pytest.raises(ModelError, match=f"{name}; zl fetches no other: download it") as refused:
+            fetch(other, cache=tmp_path)
+        assert refused.value.exit_status == 2
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", "/h")
     assert cache_folder() == Path("/h/.cache/zl/models")

@@ -51,8 +51,10 @@ Target = TcpAddress | UnixAddress | TlsAddress
 """Where a client may connect to."""
 
 
-def parse_host_port(text: str, *, port_zero: bool = False) -> TcpAddress:
+def parse_host_port(text: str, *, port_zero: bool = False, example: int = DEFAULT_PORT) -> TcpAddress:
     """Read `HOST:PORT`; an IPv6 host stands in brackets. Port 0 (the system picks) only where `port_zero`.
+
+    example  the port that an error shows
 
     Raises  ConfigError: what is wrong with the text, with a correct example
     """
@@ -60,9 +62,9 @@ def parse_host_port(text: str, *, port_zero: bool = False) -> TcpAddress:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ConfigError(f"{text!r} is no HOST:PORT: put an IPv6 host in brackets, as in [::1]:{DEFAULT_PORT}")
+        raise ConfigError(f"{text!r} is no HOST:PORT: put an IPv6 host in brackets, as in [::1]:{example}")
     if not colon or not host:
-        raise ConfigError(f"{text!r} is no HOST:PORT: write for example {DEFAULT_HOST}:{DEFAULT_PORT}")
+        raise ConfigError(f"{text!r} is no HOST:PORT: write for example {DEFAULT_HOST}:{example}")
     lowest = 0 if port_zero else 1
     if not (port_text.isascii() and port_text.isdigit() and lowest <= int(port_text) <= 65_535):
         raise ConfigError(f"{text!r} has port {port_text!r}: it must be a number from {lowest} to 65535")

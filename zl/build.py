@@ -79,6 +79,27 @@ def prepare(settings: Settings, path: Path, say: Say, phases: Phases | None = No
         return _from_model(settings, path, device, why, say, phases)
 
 
+def inspect(settings: Settings, path: Path) -> ModelShape:
+    """Open a model's headers and tokenizer and give its shape: what this refuses, `prepare` refuses in the same words.
+
+    path    a model, or an artifact of `zl build`
+    Raises  ModelError, ConfigError
+    """
+    if artifacts.is_artifact(path):
+        artifact = artifacts.read(path)
+        settings = artifacts.fit(artifact, settings)
+        artifact.check_sizes()
+        model, (text, _) = artifact.model, artifact.read_text()
+    else:
+        from zl.gpu.weights import open_model
+
+        source = open_model(path)
+        model, text = source.shape, text_model(source)
+    _check_vocabulary(model, text)
+    _layouts(settings, text, facts.shapes_of(settings, model))
+    return model
+
+
 class _NoArtifactError(Exception):
     """The model must be served without an artifact, and why."""
 
@@ -171,13 +192,11 @@ def _decide(
     phases: Phases,
 ) -> Build:
     say(why)
-    if text.vocab_size > model.vocab:
-        raise ModelError(
-            f"{model.name}: the tokenizer has {text.vocab_size} ids, the embedding {model.vocab} rows; "
-            "the file is not whole, fetch it again"
-        )
+    _check_vocabulary(model, text)
     dtype = facts.dtype_of(settings)
     shapes = facts.shapes_of(settings, model)
+    if settings.max_model_len > shapes.max_model_len:
+        say(f"max_model_len {settings.max_model_len}: cut to {shapes.max_model_len}, all that {model.name} takes")
     count = native_needs(settings, model, device, dtype, weights)
     if count is None and settings.kv == "int8":
         raise ConfigError(
@@ -188,6 +207,18 @@ def _decide(
     shapes = dataclasses.replace(shapes, n_pages=n_pages)
     say(memory.line(n_pages))
     with phases("prompt layouts"):
-        policy = Policy(shapes, settings.actions, (settings.temperature_low, settings.temperature_high))
-        prompts = PromptBuilder(text, shapes, policy)
+        prompts, policy = _layouts(settings, text, shapes)
     return Build(settings, device, weights, model, text, tokens, prompts, policy, shapes, dtype, memory, build_id)
+
+
+def _check_vocabulary(model: ModelShape, text: TextModel) -> None:
+    if text.vocab_size > model.vocab:
+        raise ModelError(
+            f"{model.name}: the tokenizer has {text.vocab_size} ids, the embedding {model.vocab} rows; "
+            "the file is not whole, fetch it again"
+        )
+
+
+def _layouts(settings: Settings, text: TextModel, shapes: Shapes) -> tuple[PromptBuilder, Policy]:
+    policy = Policy(shapes, settings.actions, (settings.temperature_low, settings.temperature_high))
+    return PromptBuilder(text, shapes, policy), policy

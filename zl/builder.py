@@ -19,7 +19,7 @@ from typing import Any
 from zl import artifact, facts
 from zl.artifact import MANIFEST, PROGRAM, PROGRESS, TOKENIZER, TOKENS, WEIGHTS, Artifact
 from zl.config import Settings
-from zl.errors import ConfigError, ModelError
+from zl.errors import ConfigError, ModelError, TransferError
 from zl.filehash import sha256_of
 from zl.phases import Phases
 
@@ -67,7 +67,10 @@ class Builder:
             with _locked(folder):
                 return self._build(folder)
         except OSError as error:
-            raise ModelError(f"{folder}: cannot write the artifact: {error.strerror or error}") from error
+            raise TransferError(
+                f"{folder}: cannot write the artifact: {error.strerror or error}; free some room, or set "
+                "XDG_CACHE_HOME to another folder"
+            ) from error
 
     def _build(self, folder: Path) -> Artifact:
         found = self._finished(folder)

@@ -6,6 +6,7 @@ the file accordingly. Refuses torch, numpy, asyncio, net and gpu: both of these 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zl.errors import DeviceError
+from zl.errors import ConfigError, DeviceError, ZlError
+from zl.filehash import cache_root
 
 
 def compiler() -> str | None:
@@ -37,8 +39,7 @@ def compiler_version() -> str:
 
 def cache_dir() -> Path:
     """Name the folder that holds compiled libraries."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "zl" / "native"
+    return cache_root() / "native"
 
 
 def shared_library(
@@ -48,17 +49,41 @@ def shared_library(
 
     what    the library's name in an error
     flags   for compiling and linking; link: for linking alone
-    Raises  DeviceError: no compiler, or it refused a source; OSError: the folder cannot be written
+    Raises  DeviceError: no compiler, it refused a source, or there is no room
+            ConfigError: the folder is not this user's to write
     """
     if target.exists():
         return target
     command = compiler()
     if command is None:
-        raise DeviceError(f"no C++ compiler found for {what}; install g++ (or set CXX)", call="g++")
-    target.parent.mkdir(parents=True, exist_ok=True)
+        raise DeviceError(f"no C++ compiler found for {what}; install g++ (or set CXX)", call="g++", lasting=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            os.replace(_compile(command, what, Path(work), sources, flags, link), target)
+    except OSError as error:
+        raise _unwritable(target.parent, error) from error
+    return target
+
+
+def _unwritable(folder: Path, error: OSError) -> ZlError:
+    """Say why the cache cannot be written: a full disk may have room again at the next start, a right stays lacking."""
+    text = f"cannot write below {folder}: {error.strerror or error}; "
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DeviceError(text + "free some room there, or set XDG_CACHE_HOME to a folder that has it", call="write")
+    return ConfigError(text + "set XDG_CACHE_HOME to a folder that can be written")
+
+
+def _compile(
+    command: str, what: str, work: Path, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str]
+) -> Path:
+    # The assembler's input goes into the same folder: one place that has to have room, and that the error names.
+    environ = os.environ | {"TMPDIR": str(work), "LC_ALL": "C"}
 
     def run(arguments: list[str]) -> None:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, env=environ)
+        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if done.returncode:
             raise DeviceError(
                 f"{command} could not build {what}: {done.stderr.strip()[:2000]}",
@@ -66,11 +91,9 @@ def shared_library(
                 status=done.returncode,
             )
 
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        objects = [Path(work) / f"{source.stem}.o" for source in sources]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
-        made = Path(work) / "library.so"
-        run([*flags, "-shared", *link, *map(str, objects), "-o", str(made)])
-        os.replace(made, target)
-    return target
+    objects = [work / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
+    made = work / "library.so"
+    run([*flags, "-shared", *link, *map(str, objects), "-o", str(made)])
+    return made

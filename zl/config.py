@@ -121,7 +121,7 @@ class Settings:
     nvtx: str = _switch("model", "name what a step does for Nsight Systems; needs a torch built for CUDA")
 
     listen: tuple[str, ...] = _setting(default_listen, _LISTEN)
-    metrics: str = _setting("127.0.0.1:9433", _METRICS)
+    metrics: str = _setting(f"127.0.0.1:{readers.METRICS_PORT}", _METRICS)
     auth_token: str = _setting("", _TOKEN, repr=False)
     auth_token_file: str = _file("server", "file with the secret that clients must say hello with")
     tls_cert: str = _file("server", "PEM certificate chain; TCP listeners then speak TLS")
@@ -236,9 +236,16 @@ def _from_file(path: Path) -> Iterator[tuple[str, str, object]]:
         for key, value in table.items():
             where = f"{path}:{_line_of(text, section, key)}"
             if key not in known:
-                what = _misplaced(key, section) or f"unknown key {key!r} in [{section}]{_suggest(key, known or _NAMES)}"
+                what = _misplaced(key, section) or f"unknown key {key!r} in [{section}]{_nearest(key, known)}"
                 raise ConfigError(f"{where}: {what}")
             yield key, where, value
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """Suggest a name of the key's own table, else one of any, with its table."""
+    own = _suggest(key, known)
+    close = [] if own else difflib.get_close_matches(key, _NAMES, n=1)
+    return own or (f": did you mean {close[0]!r} in [{spec_of(close[0]).section}]?" if close else "")
 
 
 def _misplaced(key: str, section: str) -> str:

@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from zl.errors import ModelError
+from zl.errors import TransferError
 
 Progress = Callable[[str, int, int], None]
 """progress(what, done_bytes, total_bytes); total 0 while unknown."""
@@ -58,7 +58,7 @@ def download(
         found = file_sha256(part)
     if found != sha256:
         part.unlink()
-        raise ModelError(f"{_bare(url)} has sha256 {found}, expected {sha256}: a proxy or mirror serves another file")
+        raise TransferError(f"{_bare(url)} has sha256 {found}, expected {sha256}: a proxy or mirror alters it")
     part.replace(target)
 
 
@@ -104,7 +104,7 @@ def _fetch_all(opener: urllib.request.OpenerDirector, url: str, part: Path, prog
             error: Exception | None = None
         except urllib.error.HTTPError as caught:
             if caught.code < 500:
-                raise ModelError(f"{_bare(url)}: HTTP {caught.code} {caught.reason}") from caught
+                raise TransferError(f"{_bare(url)}: HTTP {caught.code} {caught.reason}") from caught
             error = caught
         except _BROKEN_LINE as broken:
             error = broken
@@ -112,7 +112,7 @@ def _fetch_all(opener: urllib.request.OpenerDirector, url: str, part: Path, prog
         tries = 0 if part.exists() and part.stat().st_size > before else tries + 1
         if tries >= _TRIES:
             reason = getattr(error, "reason", None) or error or "the server sends too little"
-            raise ModelError(f"{_bare(url)}: {reason}") from error
+            raise TransferError(f"{_bare(url)}: {reason}") from error
         time.sleep(0.2 * tries)
 
 

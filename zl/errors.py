@@ -36,7 +36,10 @@ class Finish(IntEnum):
 
 
 class ZlError(Exception):
-    """Base of everything zl raises on purpose. `exit_status` is what a command ends with."""
+    """Base of everything zl raises on purpose.
+
+    exit_status  what a command ends with: 2 where trying again cannot help: somebody has to change something first
+    """
 
     exit_status = 1
 
@@ -73,18 +76,37 @@ class ConfigError(ZlError):
 class ModelError(ZlError):
     """A model file is missing, damaged or of a kind that zl cannot serve."""
 
+    exit_status = 2
+
+
+class TransferError(ModelError):
+    """A model cannot be fetched or written now: no network, no room. Trying again may help."""
+
+    exit_status = 1
+
 
 class DeviceError(ZlError):
-    """A device call failed or a device lacks what was asked of it."""
+    """A device call failed or a device lacks what was asked of it.
 
-    def __init__(self, message: str, *, call: str = "", status: int = 0):
+    lasting  trying again cannot help: something is not installed, or this machine cannot do it
+    """
+
+    def __init__(self, message: str, *, call: str = "", status: int = 0, lasting: bool = False):
         super().__init__(message)
         self.call = call
         self.status = status
+        self.exit_status = 2 if lasting else 1
 
 
 class CapacityError(ZlError):
-    """Memory does not suffice for what was asked; the text has the numbers."""
+    """Memory does not suffice for what was asked; the text has the numbers.
+
+    lasting  it would not if nothing else ran here either
+    """
+
+    def __init__(self, message: str, *, lasting: bool = False):
+        super().__init__(message)
+        self.exit_status = 2 if lasting else 1
 
 
 class ShapeError(ZlError):

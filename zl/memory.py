@@ -20,7 +20,7 @@ from zl.gpu.native.build import have_compiler, pick_level
 from zl.gpu.native.needs import Needs, needs, pool_bytes, threads_of
 from zl.gpu.native.packed import Packed
 from zl.gpu.pinned import columns_bytes, slots_bytes
-from zl.shapes import PAGE, ModelShape, Shapes, pages_for
+from zl.shapes import PAGE, ModelShape, Shapes
 
 if TYPE_CHECKING:
     from zl.gpu.weights import WeightSource
@@ -107,11 +107,14 @@ def plan_memory(
 ) -> tuple[int, MemoryPlan]:
     """Choose the number of KV pages; CapacityError, with the numbers, where not even one full row fits.
 
+    A size that was asked for and that no start on this machine could grant is a lasting error; one too large for
+    what is free now is none.
+
     count  `native_needs`; None: the captured program where there is a device and bfloat16, else the torch twin
     """
     if device.kind != "cpu" and dtype == "bfloat16":
         return _plan_cuda(settings, model, shapes, device)
-    free, _ = device.memory()
+    free, total = device.memory()
     if count is not None:
         wide = with_canary(replace(shapes, n_pages=0))  # the canary has a row and a page of its own
         page, base = pool_bytes(model, 1, facts.kv_of(settings)), count(wide)
@@ -122,24 +125,28 @@ def plan_memory(
         weights, buffers = twin_bytes(model, dtype), shapes.max_rows * (4 * model.vocab + 4 * words)
     columns = columns_bytes(wide) + slots_bytes(wide, 2)
     left = free - weights - buffers - columns - own - RESERVE_BYTES
-    all_rows = shapes.max_rows * shapes.pages_per_row * page
+    least = shapes.pages_per_row * page
+    all_rows = shapes.max_rows * least
     if settings.kv_memory:
         kv = settings.kv_memory
         if kv > left:
             raise CapacityError(
                 f"kv_memory {size_words(kv)} does not fit: {size_words(free)} are free, weights need "
                 f"{size_words(weights)}, buffers {size_words(buffers)}, columns {size_words(columns)}, reserve "
-                f"{size_words(RESERVE_BYTES)}; at most {size_words(max(0, left))} are left"
+                f"{size_words(RESERVE_BYTES)}; at most {size_words(max(0, left))} are left",
+                lasting=kv > left + total - free,
             )
+        never = kv < least
     else:
         share = left // 2 if device.kind == "cpu" else int(left * 0.9)
+        never = (left + total - free) < least
         kv = min(all_rows, share, CPU_KV_BYTES) if device.kind == "cpu" else min(all_rows, share)
     n_pages = max(0, kv) // page
     if n_pages < shapes.pages_per_row:
         raise CapacityError(
             f"a KV pool of {size_words(max(0, kv))} holds {n_pages * PAGE} tokens, one request of max_model_len "
-            f"{shapes.max_model_len} needs {size_words(pages_for(shapes.max_model_len) * page)}: raise --kv-memory or "
-            f"lower --max-model-len"
+            f"{shapes.max_model_len} needs {size_words(least)}: raise --kv-memory or lower --max-model-len",
+            lasting=never,
         )
     pool = n_pages * page if count is None else count(replace(wide, n_pages=wide.n_pages + n_pages)).pool
     kv_kind = settings.kv if settings.kv != "auto" else ""
@@ -150,7 +157,7 @@ def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: De
     """Plan the captured program's memory: what it allocates is known to the byte, but for the programs themselves."""
     from zl.gpu import cuda_memory
 
-    free, _ = device.memory()
+    free, total = device.memory()
     page = page_bytes(model, "bfloat16")
     wide = with_canary(shapes)
     n_slots = device.run_ahead + 2  # one is the canary's
@@ -169,13 +176,15 @@ def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: De
             + (f"kv_memory asks for {size_words(settings.kv_memory)}" if settings.kv_memory else "")
             + ("; " if settings.kv_memory and left < least else "")
             + (f"one request of max_model_len {shapes.max_model_len} needs {size_words(least)}" if left < least else "")
-            + ": lower --max-model-len, --step-tokens, --max-rows or --kv-memory, or take a smaller model"
+            + ": lower --max-model-len, --step-tokens, --max-rows or --kv-memory, or take a smaller model",
+            lasting=max(wanted if settings.kv_memory else 0, least) > left + total - free,
         )
     n_pages = wanted // page
     if n_pages < shapes.pages_per_row:
         raise CapacityError(
             f"kv_memory {size_words(wanted)} holds {n_pages * PAGE} tokens, one request of max_model_len "
-            f"{shapes.max_model_len} needs {size_words(least)}: raise --kv-memory or lower --max-model-len"
+            f"{shapes.max_model_len} needs {size_words(least)}: raise --kv-memory or lower --max-model-len",
+            lasting=bool(settings.kv_memory),
         )
     return n_pages, MemoryPlan(
         weights, (n_pages + 1) * page, columns, free, programs, buffers, CUDA_RESERVE_BYTES, on_device=True

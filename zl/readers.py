@@ -20,6 +20,10 @@ _SIZE_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "m
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 
+METRICS_PORT = 9_433
+"""Where metrics are when nothing is said."""
+
+
 class ValueRefusedError(Exception):
     """A value is not what its setting allows."""
 
@@ -111,7 +115,7 @@ def metrics(value: object) -> str:
     if value == "off":
         return "off"
     try:
-        return str(parse_host_port(text(value), port_zero=True)).removeprefix("tcp:")
+        return str(parse_host_port(text(value), port_zero=True, example=METRICS_PORT)).removeprefix("tcp:")
     except ConfigError as error:
         raise ValueRefusedError(f"HOST:PORT or off; {error}") from error
 

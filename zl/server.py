@@ -34,7 +34,7 @@ from zl.gpu.programs import N_SLOTS, Engine, open_engine
 from zl.health import Health, Phase
 from zl.journal import CLOSING_S
 from zl.metrics.collect import Read
-from zl.metrics.http import MetricsServer
+from zl.metrics.http import MetricsServer, check_address
 from zl.metrics.nvml import Nvml, open_nvml
 from zl.metrics.sources import Parts, sources
 from zl.net import codec
@@ -186,7 +186,8 @@ class Server:
         if self._stop.is_set():
             self._hurry = True
             return
-        event(log, logging.INFO, "draining", in_flight=self.service.in_flight, deadline_s=self._drain_s)
+        event(log, logging.INFO, "draining", in_flight=self.service.in_flight, deadline_s=self._drain_s,
+              second_signal="ends at once")  # fmt: skip
         self._notifier.stopping(f"draining {self.service.in_flight} requests", extend_s=self._drain_s + CLOSE_S)
         self._stop.set()
 
@@ -321,6 +322,12 @@ class Server:
             build=(zl.__version__, build.model.name, build.build_id, build.device.name, self.engine.name),
         )
         return sources(parts) | (self._nvml.sources() if self._nvml is not None else {})
+
+
+def check_ports(settings: Settings) -> None:
+    """Refuse, before the model loads, a metrics port that cannot be had. Raises as MetricsServer."""
+    if settings.metrics != "off":
+        check_address(settings.metrics)
 
 
 def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:

@@ -83,6 +83,24 @@ def test_ask_passes_options_and_prints_figures(server, tmp_path):
     assert (request.context, request.deadline_ms) == (b"on Tuesday", 9000)
 
 
+def test_ask_says_when_what_was_sent_was_cut(server, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("x" * 1_001)
+    done = zl("ask", "say a", "--connect", server.address, "--context", str(notes))
+    assert (done.returncode, done.stdout) == (0, "a \n")
+    assert "was cut: send less" in error_line(done)
+    notes.write_text("x" * 1_000)
+    assert zl("ask", "say a", "--connect", server.address, "--context", str(notes)).stderr == ""
+
+
+def test_ask_refuses_a_context_that_is_no_text(tmp_path):
+    notes = tmp_path / "notes.bin"
+    notes.write_bytes(b"ab\xff\x00")
+    done = zl("ask", "hi", "--context", str(notes))
+    assert done.returncode == 2
+    assert f"--context {notes} is not a text file: byte 2 " in error_line(done)
+
+
 def test_ask_is_greedy_until_something_is_said_about_drawing(server):
     for flags in ((), ("--system", "s"), ("--seed", "1"), ("--type", "chat"), ("--top-p", "0.5")):
         zl("ask", "say x", "--connect", server.address, *flags)

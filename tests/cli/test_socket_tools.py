@@ -21,9 +21,9 @@ from zl.net.frames import PING
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONUNBUFFERED": "1"}
 
 
-def zl(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def zl(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-m", "zl", *arguments], input=stdin, capture_output=True, timeout=60,
-                          check=False, env=ENV)  # fmt: skip
+                          check=False, env=ENV | env)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +172,7 @@ def test_dissect_names_what_is_wrong_and_ends_with_1(tmp_path):
     assert "length 500, but 5 bytes are left" in text
     assert text.splitlines()[-1].startswith("wrong at offset 5, in frame 1")
     assert "\x1b" not in text  # colour is for terminals
+    assert zl("dissect", "-", stdin=PING).stdout.decode().splitlines()[0].endswith(" 4 bytes, 1 frame")
     quiet = zl("dissect", "-q", "--from", "client", str(file)).stdout.decode()
     assert quiet.splitlines() == text.splitlines()[-1:]
     assert zl("dissect", str(tmp_path / "none")).returncode == 2
@@ -217,8 +218,18 @@ def test_load_reads_prompts_with_their_own_lengths(tmp_path):
     done = zl("load", "--echo", "--prompts", str(file))
     assert (done.returncode, b"max_tokens" in done.stderr) == (2, True)
     assert zl("load", "--echo", "--scenario", "mixed").returncode == 2
-    assert zl("load").returncode == 2
+    both = zl("load", "--echo", "unix:/x")
+    assert (both.returncode, b"leave unix:/x out, or --echo" in both.stderr) == (2, True)
     assert zl("load", f"unix:{tmp_path}/none").returncode == 4
+
+
+def test_load_finds_the_server_as_ask_does(tmp_path):
+    done = zl("load", "--streams", "1", ZL_CONNECT=f"unix:{tmp_path}/none")
+    assert (done.returncode, f"unix:{tmp_path}/none" in done.stderr.decode()) == (4, True)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "zl.sock"))
+    done = zl("load", "--streams", "1", XDG_RUNTIME_DIR=str(tmp_path))
+    assert (done.returncode, f"unix:{tmp_path}/zl.sock" in done.stderr.decode()) == (4, True)
 
 
 def test_load_reports_a_server_that_hangs_up_or_says_nothing():

@@ -17,8 +17,9 @@ from zl.config import load
 from zl.errors import DeviceError
 from zl.gpu.cuda_guard import CudaGuard
 from zl.gpu.cuda_step import CudaStep
+from zl.gpu.native.build import available_levels
 from zl.gpu.pinned import RowColumns, StepSlot
-from zl.gpu.programs import open_engine
+from zl.gpu.programs import open_engine, program_of
 from zl.gpu.torch_step import TorchStep
 from zl.server import open_build
 
@@ -68,6 +69,41 @@ def test_bfloat16_on_cuda_takes_the_captured_program_and_uploads_with_progress()
     assert source.asked["layers.0.attn_norm"] == source.asked["layers.1.bq"] == torch.float32
     assert source.asked["layers.0.wq"] == source.asked["embed"] == torch.bfloat16
     engine.close()
+
+
+class Cpu:
+    """The CPU, as far as the choice of a program goes."""
+
+    kind = "cpu"
+    name = "cpu"
+    torch_device = "cpu"
+    run_ahead = 0
+
+
+def test_a_cpu_without_compiler_is_warned_of_and_an_explicit_level_is_refused(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    def open_it(level):
+        lines, source = [], Source()
+        columns, slots = RowColumns(SHAPES), [StepSlot(SHAPES) for _ in range(2)]
+        engine = open_engine(Cpu(), source.shape, source, "float32", SHAPES, columns, slots, level=level,
+                             say=lines.append)  # fmt: skip
+        assert isinstance(engine, TorchStep)
+        return lines
+
+    with caplog.at_level("INFO", "zl"):
+        assert open_it("auto") == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "program: torch, eager" in record.message
+    assert any(word in record.message for word in ("install g++", "no AVX2"))
+    assert open_it("torch")[0].endswith("as asked")
+    assert len(caplog.records) == 1
+    for level in available_levels():
+        with pytest.raises(DeviceError, match=r"no C\+\+ compiler found; install g\+\+") as refused:
+            program_of("cpu", level)
+        assert refused.value.exit_status == 2
+    assert program_of("cuda", "amx") == "torch"
 
 
 def test_float32_on_cuda_takes_the_twin_and_says_so(monkeypatch):

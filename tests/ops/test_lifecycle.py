@@ -103,6 +103,7 @@ def test_term_finishes_what_runs_and_turns_away_what_comes(started):
     assert (running.finished, running.n_tokens, running.failure) == (True, 400, None)
     assert server.close() == 0
     assert "draining in_flight=1" in server.text()
+    assert "ends at once" in server.text()
 
 
 def test_past_the_drain_deadline_answers_end_with_a_last_frame(started):

@@ -1,4 +1,7 @@
-"""What a newcomer can get wrong ends in one line that says what and what to do: no traceback, exit status 1 or 2."""
+"""What a newcomer can get wrong ends in one line that says what and what to do: no traceback.
+
+Exit status 2 where somebody has to change something first, which systemd does not restart; 1 where a restart may help.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import sys
 
 import gguf
 import pytest
+
+from tests.tiny_model import write_tiny
+from zl.gpu.native.build import have_compiler
 
 pytestmark = pytest.mark.system
 
@@ -43,14 +49,14 @@ def test_unknown_model_name(tmp_path):
 def test_file_that_is_no_model(tmp_path):
     path = tmp_path / "notes.gguf"
     path.write_text("shopping list")
-    one_line(serve("--model", str(path), *unix(tmp_path)), "notes.gguf", status=1)
+    one_line(serve("--model", str(path), *unix(tmp_path)), "notes.gguf", status=2)
 
 
 def test_truncated_model(tmp_path, gguf_path):
     path = tmp_path / "half.gguf"
     with gguf_path.open("rb") as whole:
         path.write_bytes(whole.read(gguf_path.stat().st_size // 2))
-    one_line(serve("--model", str(path), *unix(tmp_path)), "half.gguf", status=1)
+    one_line(serve("--model", str(path), *unix(tmp_path)), "half.gguf", status=2)
 
 
 def test_other_architecture(tmp_path):
@@ -61,7 +67,7 @@ def test_other_architecture(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    one_line(serve("--model", str(path), *unix(tmp_path)), "mamba", "llama", status=1)
+    one_line(serve("--model", str(path), *unix(tmp_path)), "mamba", "llama", status=2)
 
 
 def test_pickled_weights_are_never_read(tmp_path):
@@ -72,7 +78,7 @@ def test_pickled_weights_are_never_read(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    one_line(serve("--model", str(tmp_path), *unix(tmp_path)), "safetensors", status=1)
+    one_line(serve("--model", str(tmp_path), *unix(tmp_path)), "safetensors", status=2)
 
 
 def test_port_in_use(gguf_path):
@@ -84,20 +90,59 @@ def test_port_in_use(gguf_path):
     one_line(done, str(port), "in use", status=1)
 
 
+def test_metrics_port_in_use_is_found_before_the_model_is_read(tmp_path):
+    path = tmp_path / "notes.gguf"
+    path.write_text("shopping list")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = serve("--model", str(path), *unix(tmp_path), "--metrics", f"127.0.0.1:{port}")
+    one_line(done, f"metrics: 127.0.0.1:{port} is in use", status=1)
+
+
+def test_a_server_that_others_reach_without_a_token_is_warned_of(tmp_path):
+    path = tmp_path / "notes.gguf"
+    path.write_text("shopping list")
+    done = serve("--model", str(path), "--listen", "tcp:0.0.0.0:0")
+    warning, error = done.stderr.splitlines()
+    assert "WARNING" in warning.upper()
+    assert "anybody who reaches tcp:0.0.0.0:" in warning
+    assert "set auth_token_file and tls_cert" in warning
+    assert error.startswith("zl: ")
+
+
+def test_socket_in_a_folder_that_is_not_there(tmp_path, gguf_path):
+    done = serve("--model", str(gguf_path), "--listen", f"unix:{tmp_path}/none/zl.sock")
+    one_line(done, "none/zl.sock", "folder does not exist", status=2)
+
+
+def test_address_that_the_machine_does_not_have(gguf_path):
+    done = serve("--model", str(gguf_path), "--listen", "tcp:192.0.2.1:7433")  # TEST-NET-1, RFC 5737: nobody's
+    one_line(done, "tcp:192.0.2.1:7433", "no such address", status=1)
+
+
+def test_cache_that_cannot_be_written(tmp_path):
+    if not have_compiler():
+        pytest.skip("nothing is compiled here")
+    cache = tmp_path / "cache"
+    cache.write_text("a file in the way, for root may write anywhere")
+    done = serve("--model", str(write_tiny(tmp_path / "model")), *unix(tmp_path), XDG_CACHE_HOME=str(cache))
+    one_line(done, f"cannot write below {cache}/zl/native/", "set XDG_CACHE_HOME", status=2)
+
+
 def test_too_little_memory_for_the_pool(tmp_path, gguf_path):
     done = serve("--model", str(gguf_path), "--kv-memory", "8MiB", *unix(tmp_path))
-    one_line(done, "8.00 MiB", "--kv-memory", "--max-model-len", status=1)
+    one_line(done, "8.00 MiB", "--kv-memory", "--max-model-len", status=2)
 
 
 def test_more_memory_than_the_machine_has(tmp_path, gguf_path):
-    one_line(serve("--model", str(gguf_path), "--kv-memory", "90000GiB", *unix(tmp_path)), "does not fit", status=1)
+    one_line(serve("--model", str(gguf_path), "--kv-memory", "90000GiB", *unix(tmp_path)), "does not fit", status=2)
 
 
 def test_cuda_without_a_driver(tmp_path, gguf_path):
     if os.path.exists("/proc/driver/nvidia/version"):
         pytest.skip("this machine has a driver")
     done = serve("--model", str(gguf_path), "--device", "cuda", *unix(tmp_path))
-    one_line(done, "--device cpu", status=1)
+    one_line(done, "--device cpu", status=2)
 
 
 def test_unknown_setting_in_the_file(tmp_path):

@@ -213,10 +213,9 @@ def test_opened_model_of_either_kind_gives_the_same_text_model(tmp_path, fields,
         chat_template=None,
     )
     assert text_model(source).sha256 == tokenizer_from_folder(path).sha256
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        text_model(
-            SimpleNamespace(tokenizer_fields={"tokenizer_json": None, "tokenizer_config": {}}, chat_template=None)
-        )
+    absent = {"tokenizer_json": tmp_path / "none" / "tokenizer.json", "tokenizer_config": {}}
+    with pytest.raises(ModelError, match=rf"{tmp_path}/none/tokenizer\.json is missing"):
+        text_model(SimpleNamespace(tokenizer_fields=absent, chat_template=None))
 
 
 def test_damaged_folder_is_named(tmp_path):

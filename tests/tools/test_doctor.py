@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from tests.tiny_model import write_tiny
 from zl.address import TcpAddress, UnixAddress
 from zl.cli import doctor
 from zl.config import Settings
@@ -38,6 +40,8 @@ def test_int8_keys_and_values_are_said_or_refused():
         assert found.level == FAIL
         assert "leave kv out" in found.text
     assert doctor._choice(replace(eight, kv="auto"), some, none, None).level == WARN
+    asked = doctor._choice(replace(Settings(), device="cpu", cpu_level="avx2"), some, none, None)
+    assert (asked.level, "no g++ to compile it" in asked.text) == (FAIL, True)
 
 
 # --- machine ----------------------------------------------------------------------------------------------------------
@@ -46,7 +50,7 @@ def test_int8_keys_and_values_are_said_or_refused():
 def test_every_line_about_the_machine_stands_once_and_a_warning_has_a_remedy():
     findings = list(doctor_machine.examine(Settings()))
     topics = [found.topic for found in findings]
-    assert topics == ["cores", "memory", "huge pages", "memlock", "open files", "numa", "governor"]
+    assert topics == ["cores", "memory", "huge pages", "memlock", "open files", "numa", "governor", "cache"]
     for found in findings:
         assert "\n" not in found.text
         if found.level == WARN:
@@ -106,6 +110,50 @@ def test_memory_and_huge_pages(tmp_path):
     assert "not visible here" in unseen.text
 
 
+def test_a_cache_that_cannot_be_written_stops_only_who_has_nothing_compiled(tmp_path):
+    fine = doctor_machine.cache(Settings(), tmp_path / "new" / "zl")
+    assert fine.level == (OK if shutil.disk_usage(tmp_path).free >= doctor_machine.LITTLE_ROOM else WARN)
+    assert fine.text.startswith(f"{tmp_path}/new/zl")
+    assert not (tmp_path / "new").exists()
+    root = tmp_path / "zl"
+    write(root / "builds", "a file in the way, for root may write anywhere")
+    found = doctor_machine.cache(Settings(), root)
+    assert found.level == FAIL
+    assert found.text == f"{root}/builds cannot be written: set XDG_CACHE_HOME to a folder that can"
+    assert doctor_machine.cache(Settings(cpu_level="torch"), root).level == WARN
+    write(root / "native" / "abc" / "zl_native_avx2.so", "")
+    assert doctor_machine.cache(Settings(), root).level == WARN
+
+
+def test_a_disk_that_is_nearly_full_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 20))
+    found = doctor_machine.cache(Settings(), tmp_path)
+    assert (found.level, "100 MiB free" in found.text) == (WARN, True)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_opened_as_a_server_would(tmp_path):
+    def look(path):
+        return doctor._model(replace(Settings(), model=str(path)))
+
+    fine = look(write_tiny(tmp_path / "tiny"))
+    assert fine.level == OK
+    assert fine.text.startswith(f"{tmp_path}/tiny, ")
+    assert fine.text.endswith(" MB: tiny, at most 512 tokens")
+    write(tmp_path / "notes.gguf", "shopping list")
+    found = look(tmp_path / "notes.gguf")
+    assert (found.level, "not a GGUF file" in found.text) == (FAIL, True)
+    (tmp_path / "tiny" / "tokenizer.json").unlink()
+    found = look(tmp_path / "tiny")
+    assert (found.level, found.text) == (
+        FAIL, f"{tmp_path}/tiny/tokenizer.json is missing; save one with transformers' save_pretrained"
+    )  # fmt: skip
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "mamba"}')
+    assert "'mamba' is not supported" in look(tmp_path / "tiny").text
+
+
 # --- addresses --------------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +167,29 @@ def test_a_taken_port_names_who_has_it():
         assert "stop it, or choose another port" in found.text
         other.stdin.write(b"\n")
     assert doctor_ports.address(TcpAddress("127.0.0.1", port)).level == OK
+
+
+def test_a_port_that_zl_itself_serves_is_no_failure(tmp_path, monkeypatch):
+    write(tmp_path / "7" / "cmdline", "/opt/zl/bin/python\0/opt/zl/bin/zl\0serve\0--config\0/etc/zl/zl.toml\0")
+    write(tmp_path / "8" / "cmdline", "python3\0-m\0zl\0serve\0")
+    write(tmp_path / "9" / "cmdline", "vim\0zl\0server.py\0")
+    assert [doctor_ports.serves(pid, str(tmp_path)) for pid in (7, 8, 9, 10)] == [True, True, False, False]
+    monkeypatch.setattr(doctor_ports, "holders", lambda inodes: [(7, "zl")])
+    monkeypatch.setattr(doctor_ports, "serves", lambda pid: pid == 7)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = doctor_ports.address(TcpAddress("127.0.0.1", port))
+    assert (found.level, found.text) == (
+        WARN, f"tcp:127.0.0.1:{port}: a zl is serving there (process 7); for a second one choose another port"
+    )  # fmt: skip
+
+
+def test_an_open_door_is_warned_of():
+    open_door = Settings(listen=("tcp:127.0.0.1:0", "tcp:0.0.0.0:0"), metrics="off")
+    found = [each for each in doctor_ports.examine(open_door) if each.topic == "access"]
+    assert [(each.level, "anybody who reaches tcp:0.0.0.0:0 may use" in each.text) for each in found] == [(WARN, True)]
+    locked = replace(open_door, auth_token="secret")
+    assert all(each.topic == "listen" for each in doctor_ports.examine(locked))
 
 
 def test_a_taken_unix_socket_names_who_has_it_and_a_stale_one_does_not(tmp_path):

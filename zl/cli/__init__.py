@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zl import __version__
 from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
-from zl.errors import ZlError
+from zl.cli.misuse import explain
+from zl.errors import ConfigError, ZlError
 
 COMMANDS = {
     "serve": serve,
@@ -42,8 +43,8 @@ Every command explains itself: zl serve --help
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of the whole command line."""
+def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Make the parser of the whole command line; also the parsers of the commands, by name."""
     parser = argparse.ArgumentParser(
         prog="zl",
         description="Serve a language model over raw sockets, and talk to it.",
@@ -61,17 +62,21 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(own)
-    return parser
+    return parser, commands.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    parser, commands = build_parser()
+    args, extras = parser.parse_known_args(argv)
     if args.command is None:
+        if extras:
+            parser.error(f"unknown flag {extras[0]}")
         parser.print_help(sys.stderr)
         return 2
     try:
+        if extras:
+            raise ConfigError(explain(commands[args.command], args, extras))
         status = COMMANDS[args.command].run(args)
         sys.stdout.flush()
     except ZlError as error:

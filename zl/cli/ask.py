@@ -70,8 +70,12 @@ def run(args: argparse.Namespace) -> int:
             if n_tokens and ending != "\n":
                 sys.stdout.write("\n")
                 sys.stdout.flush()
-        if args.stats and stream.result is not None:
-            print(figures(stream.result, n_tokens, first - start, last - first), file=sys.stderr)
+        result = stream.result
+        if result is not None and result.usage is not None and result.usage.truncated:
+            print("zl: what was sent is longer than the server reads, and was cut: send less, or raise its limits "
+                  "(context_tokens, system_tokens)", file=sys.stderr)  # fmt: skip
+        if args.stats and result is not None:
+            print(figures(result, n_tokens, first - start, last - first), file=sys.stderr)
     return 0
 
 
@@ -95,5 +99,9 @@ def _read(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--context {path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"--context {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--context {path} is not a text file: byte {error.start} is not UTF-8; give one that holds text"
+        ) from error

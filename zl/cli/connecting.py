@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from zl.readers import read_token
+from zl.shapes import DEFAULT_TOKENS, MAX_TOKENS
 
 if TYPE_CHECKING:
     from zl.client import Client, Options
@@ -42,7 +43,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
     group.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest tokens of this probability")
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 discourages repeating; 1 is off")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens; 0 is the server's "
+                       f"default ({DEFAULT_TOKENS}), and its limit ({MAX_TOKENS}) cuts what is more; the server may be "
+                       "set otherwise")  # fmt: skip
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 

@@ -51,11 +51,15 @@ def run(args: argparse.Namespace) -> int:
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if not args.quiet:
         guessed = "" if args.side else " (guessed; --from says otherwise)"
-        print(f"from the {found.side}{guessed}: {len(data)} bytes, {found.n_frames} frames")
+        print(f"from the {found.side}{guessed}: {len(data)} bytes, {_counted(found.n_frames, 'frame')}")
         for line in found.lines:
             print(render(data, line, coloured))
     print(verdict(found))
     return 1 if found.problems else 0
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def render(data: bytes, line: Line, coloured: bool) -> str:

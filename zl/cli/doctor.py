@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from zl import __version__
 from zl.compiled import compiler as find_compiler
 from zl.config import Settings, load
-from zl.errors import ConfigError
+from zl.errors import ConfigError, ZlError
 from zl.gpu.native import build as native
 from zl.pull import MODELS, cache_folder, locate
 from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
@@ -136,7 +136,15 @@ def _model(settings: Settings) -> Finding:
         return Finding(WARN, "model", f"{settings.model} is not in the cache: zl serve fetches it, or run zl pull; "
                                       f"offline, copy it to {target}")  # fmt: skip
     size = path.stat().st_size if path.is_file() else sum(each.stat().st_size for each in path.glob("*.safetensors"))
-    return Finding(OK, "model", f"{path}, {size / 1e6:.0f} MB")
+    try:
+        from zl.build import inspect  # here: it loads torch, the last thing that this command needs
+
+        model = inspect(settings, path)
+    except ZlError as refused:
+        return Finding(FAIL, "model", str(refused))
+    except ImportError as missing:
+        return Finding(WARN, "model", f"{path}, {size / 1e6:.0f} MB; not opened: {missing}; see the line packages")
+    return Finding(OK, "model", f"{path}, {size / 1e6:.0f} MB: {model.name}, at most {model.max_position:,} tokens")
 
 
 def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler: str | None) -> Finding:
@@ -151,6 +159,9 @@ def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler
     level, because = settings.cpu_level, "set as cpu_level"
     if level == "auto":
         level, because = (levels[0], "the best of this CPU") if levels else ("torch", "no AVX2")
+    if compiler is None and settings.cpu_level not in ("auto", "torch"):
+        return Finding(FAIL, "will use", f"cpu_level is {level}, but there is no g++ to compile it: install g++, or "
+                                         "leave cpu_level out")  # fmt: skip
     if level != "torch" and compiler is None:
         level, because = "torch", "no g++"
     elif level not in (*levels, "torch") and not (level == "avx512" and "avx512f" in levels):

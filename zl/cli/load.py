@@ -42,6 +42,7 @@ scenarios:
   idle     8 active streams beside 10,000 open connections
 
 examples:
+  zl load
   zl load tcp:127.0.0.1:7433
   zl load --scenario poisson --rate 3 --seconds 30 unix:/tmp/zl.sock
   zl load --streams 16 --tokens 32 --prompts chat.jsonl --json tcp:127.0.0.1:7433
@@ -56,7 +57,8 @@ _LOOK_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the address, the scenario and what it is made of."""
     names = ("alone", "mid", "full", "max", "poisson", "shared", "mixed", "long", "idle")
-    parser.add_argument("address", nargs="?", metavar="ADDR", help=ADDRESS)
+    parser.add_argument("address", nargs="?", metavar="ADDR", help=f"{ADDRESS} (default: $ZL_CONNECT, else the Unix "
+                        "socket of a server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
     parser.add_argument("--scenario", choices=names, default="mid", help="default: mid; the flags below change it")
     group = parser.add_argument_group("scenario")
     for name, kind, about in (
@@ -112,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, plan: Plan) -> None:
-    if args.echo == bool(args.address):
-        raise ConfigError("say where the server is (tcp:HOST:PORT, unix:PATH or tls:HOST:PORT), or --echo, one of both")
+    if args.echo and args.address:
+        raise ConfigError(f"--echo measures against a server of its own: leave {args.address} out, or --echo")
     for name in ("streams", "tokens", "per_stream", "words", "seconds"):
         if getattr(plan, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
@@ -126,7 +128,9 @@ def _check(args: argparse.Namespace, plan: Plan) -> None:
 def _target(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Give the address and the server's process; start the echo server where that is asked for."""
     if not args.echo:
-        yield args.address, args.server_pid or 0
+        from zl.client.endpoints import candidates
+
+        yield str(candidates(args.address)[0]), args.server_pid or 0
         return
     with tempfile.TemporaryDirectory(prefix="zl-echo-") as folder:
         path = os.path.join(folder, "s")

@@ -42,6 +42,7 @@ def runtime() -> Any:
             f"the CUDA bindings are not installed ({missing}); install the extra: pip install 'zl[cuda]', or serve "
             "with --device cpu",
             call="import",
+            lasting=True,
         ) from missing
     return bindings
 
@@ -162,7 +163,9 @@ class CudaDevice:
     def __init__(self, index: int = 0):
         if not has_driver():
             raise DeviceError(
-                "no CUDA driver found: install the NVIDIA driver, or serve with --device cpu", call="dlopen"
+                "no CUDA driver found: install the NVIDIA driver, or serve with --device cpu",
+                call="dlopen",
+                lasting=True,
             )
         self._rt = runtime()
         if device_count() == 0:

@@ -36,6 +36,7 @@ def check_device(name: str, major: int, minor: int, shared_bytes: int) -> int:
             f"{name} has compute capability {major}.{minor}; bfloat16 needs 8.0 (A100) or later: serve with "
             "--dtype float32, or with --device cpu",
             call="cudaGetDeviceProperties",
+            lasting=True,
         )
     if shared_bytes < SHARED_BYTES:
         raise DeviceError(
@@ -43,6 +44,7 @@ def check_device(name: str, major: int, minor: int, shared_bytes: int) -> int:
             f"the kernels are built for {SHARED_BYTES >> 10} KiB (A100, H100 and later): serve with --dtype float32, "
             "or with --device cpu",
             call="cudaGetDeviceProperties",
+            lasting=True,
         )
     return 10 * major
 

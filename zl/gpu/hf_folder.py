@@ -61,10 +61,9 @@ class HfSource(WeightSource):
             self._index(file, dims)
         check_tensors(path, self.shape, dims, self._file_names)
         self.names = frozenset(dims)
-        tokenizer = path / "tokenizer.json"
         tokenizer_config = _read_json(path / "tokenizer_config.json")
         self.tokenizer_fields = {
-            "tokenizer_json": tokenizer if tokenizer.is_file() else None,
+            "tokenizer_json": path / "tokenizer.json",  # whether it is there or not: who needs it says so
             "tokenizer_config": tokenizer_config,
         }
         self.chat_template = _chat_template(path, tokenizer_config)

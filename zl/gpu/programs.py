@@ -6,6 +6,7 @@ Refuses rows, dispatch, net and asyncio.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from zl.errors import DeviceError
 from zl.gpu.device import Device
-from zl.gpu.native.build import have_compiler, pick_level
+from zl.gpu.native.build import compiler, have_compiler, no_compiler, pick_level
 from zl.gpu.native.needs import threads_of
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from zl.gpu.weights import WeightSource
+
+log = logging.getLogger("zl")
 
 N_SLOTS = 2
 
@@ -106,11 +109,14 @@ def program_of(kind: str, level: str) -> str:
 
     kind   "cpu" or "cuda"
     level  the setting `cpu_level`
-    Raises DeviceError: this CPU lacks the level
+    Raises DeviceError: this CPU lacks the level, or nothing here compiles it; "auto" takes torch instead
     """
-    if kind != "cpu" or level == "torch" or not have_compiler():
+    if kind != "cpu" or level == "torch" or (level == "auto" and not have_compiler()):
         return "torch"
-    return pick_level(level)
+    picked = pick_level(level)
+    if compiler() is None:
+        raise no_compiler()
+    return picked
 
 
 def open_engine(
@@ -167,8 +173,12 @@ def open_engine(
         torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment says
         say(f"program: torch, eager{note}, on {device.name}: float32 takes the slow twin, bfloat16 is captured")
     else:
-        why = "as asked" if level == "torch" else "no C++ compiler found (install g++ for a faster one)"
-        say(f"program: torch, eager{note}, {n_threads} threads: {why}")
+        if level == "torch":
+            say(f"program: torch, eager{note}, {n_threads} threads: as asked")
+        else:
+            lacking = "no C++ compiler found, install g++" if compiler() is None else "this CPU has no AVX2"
+            log.warning("program: torch, eager%s, %d threads, several times slower than the native one: %s",
+                        note, n_threads, lacking)  # fmt: skip
         torch.set_num_threads(n_threads)
     loaded = load_weights(weights, _torch_dtype(dtype), progress)
     return TorchStep(
@@ -197,6 +207,7 @@ def _open_cuda(
             f"the CUDA program needs triton ({missing}); install the extra: pip install 'zl[cuda]', or serve with "
             "--device cpu",
             call="import",
+            lasting=True,
         ) from missing
     from zl.gpu import cuda_memory
     from zl.gpu.upload import narrate

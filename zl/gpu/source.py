@@ -26,7 +26,7 @@ class WeightSource(ABC):
     shape             sizes of the forward pass
     chat_template     jinja2 source, or None
     tokenizer_fields  GGUF: every `tokenizer.*` field under its full key, as plain python values;
-                      folder: {"tokenizer_json": Path or None, "tokenizer_config": dict}
+                      folder: {"tokenizer_json": Path, "tokenizer_config": dict}
     names             canonical names of the tensors that are there
     files             the files that hold the weights
     """

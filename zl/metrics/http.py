@@ -12,11 +12,12 @@ import socket
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from zl.errors import ConfigError
+from zl.errors import ConfigError, ZlError
 from zl.health import Health
 from zl.metrics.collect import PartsCollector, Read
 from zl.threads import name_this_thread
@@ -32,24 +33,18 @@ class MetricsServer:
 
     address  HOST:PORT
     sources  what reads each family: metrics.collect
-    Raises   ConfigError: the address is wrong or cannot be had
+    Raises   ConfigError: the address is wrong; ZlError: it cannot be had
     """
 
     def __init__(self, address: str, sources: Mapping[str, Read], health: Health):
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
-        if not host or not port.isdigit():
-            raise ConfigError(f"metrics: {address!r} is not HOST:PORT, such as 127.0.0.1:9433; or say off")
+        host, port = _host_port(address)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(PartsCollector(sources))
         ProcessCollector(registry=registry)
         try:
-            self._server = _Server(host, int(port), registry, health)
+            self._server = _Server(host, port, registry, health)
         except OSError as failure:
-            what = "is in use" if failure.errno == errno.EADDRINUSE else f"cannot be opened ({failure.strerror})"
-            raise ConfigError(
-                f"metrics: {address} {what}; choose another with --metrics HOST:PORT or turn it off with --metrics off"
-            ) from failure
+            raise _unavailable(address, failure) from failure
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.run, name="zl-metrics", daemon=True)
         self._thread.start()
@@ -61,6 +56,43 @@ class MetricsServer:
         self._thread.join()
 
 
+def check_address(address: str) -> None:
+    """Bind the port for a moment: whoever loads a model first would learn late that it cannot be had.
+
+    Raises  as MetricsServer
+    """
+    host, port = _host_port(address)
+    try:
+        family, kind, protocol, _, end = _resolve(host, port)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(end)
+    except OSError as failure:
+        raise _unavailable(address, failure) from failure
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit():
+        raise ConfigError(f"metrics: {address!r} is not HOST:PORT, such as 127.0.0.1:9433; or say off")
+    return host, int(port)
+
+
+def _resolve(host: str, port: int) -> Any:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+
+
+def _unavailable(address: str, failure: OSError) -> ZlError:
+    """Say why; as in net.listen, a port in use or a network that is not up yet may be there at the next start."""
+    passing = failure.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+    in_use = failure.errno == errno.EADDRINUSE
+    what = "is in use (zl doctor says by whom)" if in_use else f"cannot be opened ({failure.strerror})"
+    return (ZlError if passing else ConfigError)(
+        f"metrics: {address} {what}; choose another with --metrics HOST:PORT or turn it off with --metrics off"
+    )
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a peer that keeps its connection open must not hold up the end
@@ -69,8 +101,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Health):
         self.registry = registry
         self.health = health
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        self.address_family = found[0]
+        self.address_family = _resolve(host, port)[0]
         super().__init__((host, port), _Handler)
 
     def run(self) -> None:

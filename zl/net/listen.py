@@ -35,12 +35,18 @@ class Bound:
     name: str
     owned_path: str = ""
 
+    @property
+    def ip(self) -> str:
+        """The IP address that it is bound to; "" for a Unix socket."""
+        tcp = self.sock.family in (socket.AF_INET, socket.AF_INET6)
+        return str(self.sock.getsockname()[0]) if tcp else ""
+
 
 def bind(address: Address) -> Bound:
     """Bind one address and listen on it.
 
-    Raises  ConfigError: the host does not exist
-            ZlError: in use, not permitted, or refused by the system for another reason
+    Raises  ConfigError: the host does not exist, the path or port is not this user's to take
+            ZlError: in use, an address that this machine does not have (yet), refused for another reason
     """
     return _bind_tcp(address) if isinstance(address, TcpAddress) else _bind_unix(address)
 
@@ -196,7 +202,7 @@ def _remove_stale(address: UnixAddress) -> None:
     except OSError:
         return  # nothing there, or bind will say what is wrong
     if not stat.S_ISSOCK(mode):
-        raise ZlError(f"{address}: there is a file in the way that is no socket; remove it or take another path")
+        raise ConfigError(f"{address}: there is a file in the way that is no socket; remove it or take another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # a full backlog answers EAGAIN at once instead of keeping us
         try:
@@ -216,17 +222,21 @@ def _remove_stale(address: UnixAddress) -> None:
 
 
 def _cannot_listen(address: Address, error: OSError) -> ZlError:
+    """Say why; a port in use may be free at the next start, and a network that is not up yet may be up then."""
     tcp = isinstance(address, TcpAddress)
     if error.errno == errno.EADDRINUSE:
         what = "port" if tcp else "path"
-        return ZlError(f"{address}: already in use; stop the server that has it, or listen on another {what}")
+        return ZlError(
+            f"{address}: already in use; stop the server that has it (zl doctor names it), or take another {what} "
+            f"with --listen {'tcp:HOST:PORT' if tcp else 'unix:PATH'}"
+        )
     if error.errno in (errno.EACCES, errno.EPERM):
         remedy = "ports below 1024 need a privilege, take a higher one" if tcp else "take a path you may write to"
-        return ZlError(f"{address}: permission denied; {remedy}")
+        return ConfigError(f"{address}: permission denied; {remedy}")
     if error.errno == errno.EADDRNOTAVAIL:
         return ZlError(f"{address}: this machine has no such address; 127.0.0.1 is local, 0.0.0.0 every interface")
     if error.errno == errno.ENOENT and not tcp:
-        return ZlError(f"{address}: its folder does not exist; make it, or take another path")
+        return ConfigError(f"{address}: its folder does not exist; make it, or take another path")
     return ZlError(f"{address}: cannot listen: {error.strerror or error}")
 
 

@@ -119,7 +119,7 @@ class TokenizerSource(Protocol):
 
     @property
     def tokenizer_fields(self) -> Mapping[str, Any]:
-        """GGUF fields by full key, or `tokenizer_json` (path or None) and `tokenizer_config` (dict) of a folder."""
+        """GGUF fields by full key, or `tokenizer_json` (path) and `tokenizer_config` (dict) of a folder."""
 
     @property
     def chat_template(self) -> str | None:
@@ -134,10 +134,7 @@ def text_model(source: TokenizerSource) -> TextModel:
     fields = source.tokenizer_fields
     if "tokenizer_config" not in fields:
         return tokenizer_from_gguf(fields)
-    file = fields["tokenizer_json"]
-    if file is None:
-        raise ModelError("the folder has no tokenizer.json; save one with transformers' save_pretrained")
-    return _from_tokenizer_json(Path(file), fields["tokenizer_config"], source.chat_template)
+    return _from_tokenizer_json(Path(fields["tokenizer_json"]), fields["tokenizer_config"], source.chat_template)
 
 
 def _from_tokenizer_json(file: Path, config: Mapping[str, Any], template: Any) -> TextModel:

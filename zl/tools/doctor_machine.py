@@ -1,17 +1,22 @@
-"""`zl doctor` on the machine: cores, memory, limits, NUMA, clock governor. Reads, never changes. Owns no state."""
+"""`zl doctor` on the machine: cores, memory, limits, NUMA, governor, cache. Reads, never changes. Owns no state."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from zl.config import Settings
-from zl.tools.findings import OK, WARN, Finding, read
+from zl.filehash import cache_root
+from zl.tools.findings import FAIL, OK, WARN, Finding, read
 
 FEW_FILES = 4_096
 """Below this many descriptors, connections are what ends first."""
+
+LITTLE_ROOM = 512 << 20
+"""Below this many bytes free, the next artifact may not fit."""
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
@@ -23,6 +28,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield open_files()
     yield numa()
     yield governor()
+    yield cache(settings)
 
 
 def cores(settings: Settings) -> Finding:
@@ -111,6 +117,31 @@ def governor(cpus: str = "/sys/devices/system/cpu", allowed: set[int] | None = N
         return Finding(OK, "governor", text)
     return Finding(WARN, "governor", f"{text}: the clock follows the load, which costs first tokens after a pause; "
                                      "cpupower frequency-set -g performance")  # fmt: skip
+
+
+def cache(settings: Settings, root: Path | None = None) -> Finding:
+    """Tell whether models, artifacts and compiled programs can be kept; one that was compiled before still serves."""
+    root = cache_root() if root is None else root
+    blocked = next((root / name for name in ("native", "builds", "models") if not _writable(root / name)), None)
+    if blocked is not None:
+        compiled = any(root.glob("native/*/*.so")) or settings.cpu_level == "torch"
+        remedy = "set XDG_CACHE_HOME to a folder that can"
+        return Finding(WARN if compiled else FAIL, "cache", f"{blocked} cannot be written: {remedy}")
+    free = shutil.disk_usage(_existing(root)).free
+    if free < LITTLE_ROOM:
+        return Finding(WARN, "cache", f"{root}: {free / 2**20:.0f} MiB free, and an artifact is as large as its model: "
+                                      "free some, or set XDG_CACHE_HOME to another folder")  # fmt: skip
+    return Finding(OK, "cache", f"{root}, {free / 2**30:.1f} GiB free")
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+
+
+def _writable(folder: Path) -> bool:
+    """Tell whether a folder can be written, or made."""
+    place = _existing(folder)
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
 def _meminfo(path: str) -> dict[str, int]:

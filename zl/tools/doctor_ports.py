@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from zl.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from zl.config import Settings
-from zl.tools.findings import FAIL, OK, Finding, read
+from zl.exposure import warning
+from zl.tools.findings import FAIL, OK, WARN, Finding, read
 
 LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp (include/net/tcp_states.h)."""
@@ -19,11 +22,26 @@ LISTEN = "0A"
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Look at every address that the settings name."""
-    for text in settings.listen:
-        yield address(parse_address(text, port_zero=True))
+    wheres = [parse_address(text, port_zero=True) for text in settings.listen]
+    for where in wheres:
+        yield address(where)
+    if exposed := warning(_ends(wheres), settings):
+        yield Finding(WARN, "access", exposed)
     if settings.metrics != "off":
         found = address(parse_host_port(settings.metrics, port_zero=True))
         yield Finding(found.level, "metrics", found.text)
+
+
+def _ends(wheres: list[TcpAddress | UnixAddress]) -> Iterator[tuple[str, str]]:
+    """Resolve the TCP addresses; one that is not known here has had its own line."""
+    for where in wheres:
+        if isinstance(where, TcpAddress):
+            with contextlib.suppress(OSError, UnicodeError):
+                yield str(where), str(_resolve(where)[4][0])
+
+
+def _resolve(where: TcpAddress) -> Any:
+    return socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
 
 def address(where: TcpAddress | UnixAddress) -> Finding:
@@ -43,6 +61,15 @@ def holders(inodes: set[str], proc: str = "/proc") -> list[tuple[int, str]]:
     return sorted(found)
 
 
+def serves(pid: int, proc: str = "/proc") -> bool:
+    """Tell by its command line whether a process is `zl serve`, or `zl hold` that hands sockets to it."""
+    words = read(Path(proc) / str(pid) / "cmdline").split("\0")
+    return any(
+        os.path.basename(program) == "zl" and command in ("serve", "hold")
+        for program, command in itertools.pairwise(words)
+    )
+
+
 def _links(folder: Path) -> Iterator[str]:
     """Give what the descriptors of a process refer to; those that close meanwhile, or may not be seen, are left out."""
     with contextlib.suppress(OSError):
@@ -53,9 +80,7 @@ def _links(folder: Path) -> Iterator[str]:
 
 def _tcp(where: TcpAddress) -> Finding:
     try:
-        family, kind, protocol, _, end = socket.getaddrinfo(
-            where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, protocol, _, end = _resolve(where)
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(end)
@@ -88,6 +113,9 @@ def _taken(where: str, inodes: set[str], otherwise: str) -> Finding:
     if not found:
         return Finding(FAIL, "listen", f"{where} is in use by another user's process: run zl doctor as root to see "
                                        f"which; stop it, or {otherwise}")  # fmt: skip
+    if all(serves(pid) for pid, _ in found):
+        own = ", ".join(str(pid) for pid, _ in found)
+        return Finding(WARN, "listen", f"{where}: a zl is serving there (process {own}); for a second one {otherwise}")
     names = ", ".join(f"{name} (process {pid})" for pid, name in found)
     return Finding(FAIL, "listen", f"{where} is in use by {names}: stop it, or {otherwise}")
 

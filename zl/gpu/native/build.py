@@ -101,6 +101,7 @@ def pick_level(level: str = "auto") -> str:
         f"ZL_CPU_LEVEL={level!r}: this CPU offers {', '.join(levels) or 'no level of the native step'}; "
         "choose one of these, or auto",
         call="pick_level",
+        lasting=True,
     )
 
 
@@ -121,10 +122,7 @@ def fingerprint(level: str) -> str:
     Raises  DeviceError: no compiler
     """
     if compiler() is None:
-        raise DeviceError(
-            "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
-            call="g++",
-        )
+        raise no_compiler()
     digest = hashlib.sha256()
     for part in (compiler_says(), *_COMMON, *_LEVEL_FLAGS[level], *profile_flags()):
         digest.update(part.encode() + b"\0")
@@ -134,10 +132,20 @@ def fingerprint(level: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def no_compiler() -> DeviceError:
+    """Make the error of a native program that was asked for and that nothing here can compile."""
+    return DeviceError(
+        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
+        call="g++",
+        lasting=True,
+    )
+
+
 def library(level: str) -> Path:
     """Give the path of a level's shared library, compiling it when the cache has none.
 
-    Raises  DeviceError: no compiler, or it refused a source
+    Raises  DeviceError: no compiler, it refused a source, or there is no room
+            ConfigError: the cache is not this user's to write
     """
     target = cache_dir() / fingerprint(level) / f"zl_native_{level}.so"
     flags = [*_COMMON, *_LEVEL_FLAGS[level], *profile_flags()]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zl.errors import CapacityError, DeviceError, InvariantError, ModelError, ShapeError
+from zl.errors import CapacityError, DeviceError, InvariantError, ModelError, ShapeError, TransferError
 from zl.gpu.native import abi
 from zl.gpu.native.build import library, pick_level, request_amx
 from zl.gpu.native.needs import config_of, kinds_of, pool_bytes
@@ -142,13 +142,13 @@ class NativeStep:
     def export(self, path: Path) -> None:
         """Write the packed weights to a file that `Packed` names.
 
-        Raises  ModelError: the file cannot be written
+        Raises  TransferError: the file cannot be written
         """
         with path.open("wb") as file:
             write_head(file, self._kinds)
             file.flush()  # the library writes to the descriptor
             if not self._lib.zl_export(self._handle, file.fileno()):
-                raise ModelError(f"{path}: cannot write {self.packed_bytes >> 20} MiB of weights: free some space")
+                raise TransferError(f"{path}: cannot write {self.packed_bytes >> 20} MiB of weights: free some space")
 
     @property
     def packed_bytes(self) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zl.compiled import cache_dir, shared_library
-from zl.errors import DeviceError, InvariantError
+from zl.errors import ConfigError, DeviceError, InvariantError
 from zl.net.codec import (
     MAX_PENALTY,
     MAX_TEMPERATURE,
@@ -80,7 +80,7 @@ class WireCode(NamedTuple):
 def path() -> Path:
     """Give the path of the shared library, compiling it when the cache has none.
 
-    Raises  DeviceError: no compiler, or it refused a source; OSError: the cache cannot be written
+    Raises  DeviceError, ConfigError: as `shared_library`
     """
     digest = hashlib.sha256(" ".join((platform.machine(), *FLAGS)).encode())
     for source in sorted(HERE.glob("*.[ch]pp")):
@@ -92,8 +92,8 @@ def path() -> Path:
 def open_code() -> WireCode:
     """Load the native code.
 
-    Raises  DeviceError: not on this interpreter or machine, no compiler, or it refused a source; OSError: the cache
-            cannot be written, or the library not loaded
+    Raises  DeviceError: not on this interpreter or machine, no compiler, or it refused a source; ConfigError: the
+            cache cannot be written; OSError: the library cannot be loaded
     """
     if sys.implementation.name != "cpython" or "t" in sys.abiflags or sys.maxsize < 2**32:
         raise DeviceError(f"the wire's native code needs CPython on 64 bits with its lock, not {sys.version}")
@@ -117,6 +117,6 @@ def code_if_possible(say: Callable[[str], None]) -> WireCode:
     """Load the native code; where that cannot be, say why in one line: protobuf then does all the work."""
     try:
         return open_code()
-    except (DeviceError, OSError) as error:
+    except (ConfigError, DeviceError, OSError) as error:
         say(f"requests and tokens pass without native code, a few microseconds slower each: {error}")
         return WireCode(None, encode_token)
