@@ -69,7 +69,10 @@ def ended(address: Target | None, heard: bool) -> str:
     reason = "the server closed the connection"
     if heard or not isinstance(address, TcpAddress):
         return reason
-    return f"{reason} without a word; it is going down, or it has a certificate and {_wants_tls(address)}"
+    return (
+        f"{reason} without a word: it is going down, this is not its zl port (7433 where none is set, 9433 has the "
+        f"metrics), or it has a certificate and {_wants_tls(address)}"
+    )
 
 
 def silent(address: Target | None, heard: bool) -> str:

@@ -42,7 +42,10 @@ def payload_length(header: bytes | bytearray | memoryview, max_frame: int = MAX_
     """
     length = int.from_bytes(header, "big")
     if length > max_frame:
-        raise FrameError(f"frame length {length} is over the limit of {max_frame} bytes; is this a zl client?")
+        raise FrameError(
+            f"frame length {length} is over the limit of {max_frame} bytes: a message too long for this end "
+            "(shorten it, or raise max_frame), or not zl's protocol"
+        )
     return length
 
 
