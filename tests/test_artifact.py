@@ -455,6 +455,9 @@ def test_a_bloom_filter_is_another_build_which_its_artifact_brings_back(tmp_path
     assert server.engine.name.endswith(", Bloom penalty filter")
     there, _ = serve(dataclasses.replace(bloom, artifact="off"), model, requests())
     assert bits(here) == bits(there)
+    exact = dataclasses.replace(SMALL, penalty_filter="exact")
+    assert "penalty_filter = 'exact'" in refused(ConfigError, made[1].folder, exact)
+    assert build(model, tmp_path / "exact", exact).build_id == made[0].build_id
 
 
 def test_int8_keys_and_values_without_the_native_program_are_refused(tmp_path):

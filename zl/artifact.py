@@ -175,8 +175,7 @@ def fit(artifact: Artifact, settings: Settings) -> Settings:
     level = artifact.level
     asked = (("dtype", settings.dtype, made["dtype"]), ("device", settings.device, made["device"]),
              ("cpu_level", settings.cpu_level, level), ("kv", settings.kv, made.get("kv")),
-             ("penalty_filter", "auto" if settings.penalty_filter == "exact" else settings.penalty_filter,
-              made.get("penalty_filter")))  # fmt: skip
+             ("penalty_filter", settings.penalty_filter, made.get("penalty_filter", "exact")))  # fmt: skip
     for name, wish, has in asked:
         if wish not in ("auto", has):
             raise ConfigError(f"{name} = {wish!r}: {where} was built for {has}; leave {name} out, or {_AGAIN}")
@@ -192,7 +191,7 @@ def fit(artifact: Artifact, settings: Settings) -> Settings:
     settings = dataclasses.replace(
         settings, dtype=made["dtype"], device=made["device"], cpu_level=level, **chosen,
         kv="int8" if made.get("kv") == "int8" else "auto",
-        penalty_filter=made.get("penalty_filter", settings.penalty_filter),
+        penalty_filter=made.get("penalty_filter", "exact"),
         system_prompts=settings.system_prompts or artifact.system_prompts,
     )  # fmt: skip
     now = facts.plain(facts.known_facts(settings, artifact.model, level, made["device"]))

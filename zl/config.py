@@ -110,7 +110,9 @@ class Settings:
     device: str = _choice("model", ("auto", "cpu", "cuda"), "auto", "where the model runs")
     dtype: str = _choice("model", ("auto", "float32", "bfloat16"), "auto", "arithmetic of the model")
     kv: str = _choice("model", ("auto", "int8"), "auto", "what keys and values are kept in; auto is the dtype")
-    penalty_filter: str = _choice("model", ("exact", "bloom"), "exact", "what remembers a row's tokens for the penalty")
+    penalty_filter: str = _choice(
+        "model", ("auto", "exact", "bloom"), "auto", "what remembers a row's tokens for the penalty; auto: exact"
+    )
     cpu_level: str = _choice("model", CPU_LEVELS, "auto", "instruction sets of the CPU program; torch is the slow twin")
     threads: int = _count("model", 0, shapes.MAX_THREADS, 0, "compute threads on the CPU; 0 takes one for each core")
     heartbeat_s: float = _period("model", 0, 3_600, 60.0, "time between two checks of the program; 0 turns them off")

@@ -44,6 +44,11 @@ def dtype_of(settings: Settings) -> str:
     return "float32" if settings.dtype == "float32" else "bfloat16"
 
 
+def filter_of(settings: Settings) -> str:
+    """Name the repetition penalty's filter, a kind of zl.sampling.filter."""
+    return "exact" if settings.penalty_filter == "auto" else settings.penalty_filter
+
+
 def kv_of(settings: Settings) -> str:
     """Settle what keys and values are kept in: "int8" where that is asked for, else the dtype."""
     return settings.kv if settings.kv != "auto" else dtype_of(settings)
@@ -88,7 +93,7 @@ def known_facts(settings: Settings, model: ModelShape, program: str, device: str
         "model": {name: value for name, value in asdict(model).items() if name != "name"},
         "dtype": dtype_of(settings),
         "kv": kv_of(settings),
-        "penalty_filter": settings.penalty_filter,
+        "penalty_filter": filter_of(settings),
         "device": device,
         "program": program,
         "machine": f"{platform.machine()} {' '.join(sorted(_flags(program)))}" if device == "cpu" else device,

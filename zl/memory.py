@@ -85,7 +85,7 @@ def native_needs(
     threads = threads_of(settings.threads)
     blocks = weights if isinstance(weights, Packed) else weights.blocks
     level = "" if packed else pick_level(settings.cpu_level)
-    kv, kept = facts.kv_of(settings), settings.penalty_filter
+    kv, kept = facts.kv_of(settings), facts.filter_of(settings)
     return lambda shapes: needs(model, blocks, shapes, dtype, level, threads, kv, kept)
 
 
@@ -163,7 +163,7 @@ def _plan_cuda(settings: Settings, model: ModelShape, shapes: Shapes, device: De
     n_slots = device.run_ahead + 2  # one is the canary's
     weights = cuda_memory.weight_bytes(model, o_bias=model.attention_bias)
     programs = cuda_memory.program_bytes(model, wide, n_slots, canary=True)
-    buffers = cuda_memory.buffer_bytes(model, wide, canary=True, penalty_filter=settings.penalty_filter)
+    buffers = cuda_memory.buffer_bytes(model, wide, canary=True, penalty_filter=facts.filter_of(settings))
     columns = columns_bytes(wide) + slots_bytes(wide, n_slots)
     left = free - weights - programs - buffers - page - CUDA_RESERVE_BYTES
     least = shapes.pages_per_row * page

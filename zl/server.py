@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import zl
-from zl import warm
+from zl import facts, warm
 from zl.access import Access
 from zl.audit import Audit
 from zl.build import Build
@@ -343,7 +343,7 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     engine = open_engine(
         build.device, build.model, build.weights, build.dtype, shapes, columns, slots,
         threads=settings.threads, level=settings.cpu_level, kv=settings.kv, say=say, canary=captured,
-        penalty_filter=settings.penalty_filter, debug_addresses=settings.debug_addresses == "on",
+        penalty_filter=facts.filter_of(settings), debug_addresses=settings.debug_addresses == "on",
         mark=NvtxMark() if settings.nvtx == "on" else unmarked,
     )  # fmt: skip
     if isinstance(engine, NativeStep):

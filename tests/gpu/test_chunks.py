@@ -11,7 +11,7 @@ from zl.gpu.chunks import Seat, share_out
 
 
 def seats(*lefts: int) -> list[Seat]:
-    return [Seat(ticket=i, prompt_len=left, prefix=None) for i, left in enumerate(lefts)]
+    return [Seat(ticket=i, prompt_len=left, prefix=None) for i, left in enumerate(lefts)]  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 4_000), max_size=40), st.integers(0, 600), st.none() | st.integers(1, 300))

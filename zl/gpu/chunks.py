@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zl.sampling.profiles import GENERIC
+
+if TYPE_CHECKING:
+    from zl.rows import Ticket
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
     """What the engine knows of a row it computes."""
 
-    ticket: Any  # rows.Ticket
+    ticket: Ticket
     prompt_len: int
     prefix: Any  # pages.Prefix or None
     program: int = GENERIC  # what samples it: an index in sampling.profiles.PROGRAMS

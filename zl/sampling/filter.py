@@ -59,7 +59,7 @@ class Filter:
 
     @property
     def note(self) -> str:
-        """Say so in a program's name where it is not the exact one."""
+        """Give what a program's name says of the filter: nothing where it is exact."""
         return ", Bloom penalty filter" if self.bloom else ""
 
     def places(self, ids: np.ndarray) -> np.ndarray:

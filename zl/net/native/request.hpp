@@ -165,7 +165,7 @@ inline bool fields(const uint8_t* payload, size_t size, Request& found) {
         switch (key) {
             case 1 << 3 | kBytes: read = in.bytes(found.system); break;
             case 2 << 3 | kBytes: {
-                Bytes turn;
+                Bytes turn{};
                 read = in.bytes(turn);
                 if (read && entries < kTurns) {
                     found.turns[entries++] = turn;
