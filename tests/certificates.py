@@ -21,15 +21,26 @@ class Pair(NamedTuple):
         return context
 
 
-def make(folder: Path, name: str, *names: str, days: int = 2) -> Pair:
-    """Make a certificate for `names` (here, by default); one of -1 days has expired."""
+def make(folder: Path, name: str, *names: str, days: int = 2, authority: bool = False) -> Pair:
+    """Make a certificate for `names` (here, by default); one of -1 days has expired, an `authority` may sign others."""
     cert, key, asked = (str(folder / f"{name}.{end}") for end in ("pem", "key", "csr"))
     openssl(
         "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
-        "-addext", f"subjectAltName={','.join(names or HERE)}", "-keyout", key, "-out", asked,
+        "-addext", f"subjectAltName={','.join(names or HERE)}",
+        *(("-addext", "basicConstraints=critical,CA:TRUE") if authority else ()), "-keyout", key, "-out", asked,
     )  # fmt: skip
     openssl("x509", "-req", "-in", asked, "-signkey", key, "-days", str(days), "-copy_extensions", "copy", "-out", cert)
     return Pair(cert, key)
+
+
+def signed(folder: Path, name: str, authority: Pair) -> Pair:
+    """Make a certificate for here that an authority signed, without the key identifiers that RFC 5280 asks for."""
+    pair = make(folder, name)
+    openssl(
+        "x509", "-req", "-in", str(folder / f"{name}.csr"), "-CA", authority.cert, "-CAkey", authority.key,
+        "-CAcreateserial", "-days", "2", "-copy_extensions", "copy", "-out", pair.cert,
+    )  # fmt: skip
+    return pair
 
 
 def openssl(*arguments: str) -> None:

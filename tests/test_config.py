@@ -178,6 +178,19 @@ def test_what_is_no_address(text):
         parse_address(text)
 
 
+@pytest.mark.parametrize("host", [".x", "a..b", "x" * 64, "a\0b", ".".join(["x" * 63] * 4), "\udcff"])
+def test_what_can_be_no_host(host):
+    for text in (f"tcp:{host}:1", f"tls:{host}:1"):
+        with pytest.raises(ConfigError, match="has a host that cannot be"):
+            parse_target(text)
+    with pytest.raises(ConfigError, match="has a host that cannot be"):
+        parse_address(f"tcp:{host}:1")
+    with pytest.raises(ConfigError, match="must be a number"):
+        parse_host_port("h:" + "1" * 5_000)  # more digits than int() reads
+    for good in ("x" * 63 + ".org.", "é.example", "fe80::1%lo"):
+        assert parse_target(f"tls:[{good}]:1") == TlsAddress(good, 1)
+
+
 def test_tls_is_an_address_for_clients_and_a_listener_says_what_to_set():
     for text, address in (("tls:[::1]:7433", TlsAddress("::1", 7433)), ("tcp:h:1", TcpAddress("h", 1)),
                           ("unix:/s", UnixAddress("/s"))):  # fmt: skip

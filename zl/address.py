@@ -13,6 +13,7 @@ from zl.errors import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7433
+_HOST_MAX = 253  # RFC 1035, section 2.3.4: 255 bytes as sent, with a length before each label and an empty one behind
 _UNIX_PATH_MAX = 107  # sun_path is 108 bytes with its closing zero (unix(7))
 
 
@@ -65,10 +66,21 @@ def parse_host_port(text: str, *, port_zero: bool = False, example: int = DEFAUL
         raise ConfigError(f"{text!r} is no HOST:PORT: put an IPv6 host in brackets, as in [::1]:{example}")
     if not colon or not host:
         raise ConfigError(f"{text!r} is no HOST:PORT: write for example {DEFAULT_HOST}:{example}")
+    if not _is_host(host):
+        raise ConfigError(f"{text!r} has a host that cannot be: it is a name or an IP address, with 1 to 63 characters "
+                          f"between its dots; write for example {DEFAULT_HOST}:{example}")  # fmt: skip
     lowest = 0 if port_zero else 1
-    if not (port_text.isascii() and port_text.isdigit() and lowest <= int(port_text) <= 65_535):
+    if not (port_text.isascii() and port_text.isdigit() and len(port_text) < 10 and lowest <= int(port_text) <= 65_535):
         raise ConfigError(f"{text!r} has port {port_text!r}: it must be a number from {lowest} to 65535")
     return TcpAddress(host, int(port_text))
+
+
+def _is_host(host: str) -> bool:
+    # What this refuses, resolvers and ssl answer with exceptions of many kinds.
+    try:
+        return "\0" not in host and len(host.encode("idna")) <= _HOST_MAX
+    except UnicodeError:
+        return False
 
 
 def parse_address(text: str, *, port_zero: bool = False) -> Address:

@@ -9,12 +9,13 @@ import shutil
 import socket
 import ssl
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.certificates import make
+from tests.certificates import Pair, make, signed
 from tests.client.kit import Clock, run, until
 from tests.fake_server import FakeServer
 from zl.client import (
@@ -27,9 +28,10 @@ from zl.client import (
     TimedOut,
     Timeouts,
     TlsFailed,
+    Trust,
 )
 from zl.client.channel import Channel, open_channel
-from zl.client.trust import Trust
+from zl.client.tls import client_context
 from zl.errors import ConfigError
 from zl.net.tls import Certificate, tls_context
 
@@ -44,6 +46,8 @@ def pairs(tmp_path_factory):
         "other": make(folder, "other"),
         "elsewhere": make(folder, "elsewhere", "DNS:zl.example"),
         "expired": make(folder, "expired", days=-1),
+        "signed": signed(folder, "signed", make(folder, "authority", authority=True)),
+        "authority": Pair(str(folder / "authority.pem"), str(folder / "authority.key")),
     }
 
 
@@ -268,6 +272,192 @@ def test_after_a_send_that_broke_off_nothing_is_sent():
         for _ in range(2):  # the second must not continue in the middle of the first
             with pytest.raises(TimeoutError):
                 channel.send(bytes(4_000_000))
+
+
+def test_a_send_that_was_interrupted_is_the_last():
+    class Sock:
+        calls = 0
+
+        def sendall(self, data):
+            self.calls += 1
+            raise KeyboardInterrupt
+
+    sock = Sock()
+    channel = Channel(sock, None)
+    with pytest.raises(KeyboardInterrupt):
+        channel.send(b"cut short")
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(OSError, match="interrupted") as caught:
+            channel.send(b"never")
+        depths.add(len(caught.traceback))
+    assert sock.calls == 1
+    assert len(depths) == 1  # the exception is one and the same, its traceback does not grow
+
+
+class Gate:
+    """A socket on which each send waits until it is let through."""
+
+    def __init__(self):
+        self.sent: list[tuple[str, bytes]] = []
+        self.entered, self.let = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: OSError | None = None
+
+    def sendall(self, data):
+        self.entered.release()
+        assert self.let.acquire(timeout=10)
+        if self.error:
+            raise self.error
+        self.sent.append((threading.current_thread().name, bytes(data[:1])))
+
+
+def sender(channel, data):
+    thread = threading.Thread(target=channel.send, args=(data,), name=data[:1].decode())
+    thread.start()
+    return thread
+
+
+def queued(channel):
+    wait = threading.Event()
+    for _ in range(1_000):
+        if channel._queued:
+            return
+        wait.wait(0.01)
+    raise AssertionError("nobody waits")
+
+
+def test_behind_a_mebibyte_that_waits_a_sender_waits_and_takes_over():
+    sock = Gate()
+    channel = Channel(sock, None)
+    first = sender(channel, b"a")
+    assert sock.entered.acquire(timeout=10)
+    channel.send(b"b" * (1 << 20))  # room for it, so this is left to the other thread
+    last = sender(channel, b"c")
+    queued(channel)
+    channel.send(b"d", wait=False)  # a __del__ never waits
+    sock.let.release(4)
+    first.join(10)
+    last.join(10)
+    assert not first.is_alive()
+    assert not last.is_alive()
+    assert sock.sent == [("a", b"a"), ("c", b"b"), ("c", b"c"), ("c", b"d")]
+
+
+def test_a_sender_that_waits_hears_that_the_connection_broke():
+    sock = Gate()
+    sock.error = OSError("gone")
+    channel = Channel(sock, None)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(channel.send, b"a")
+        assert sock.entered.acquire(timeout=10)
+        channel.send(b"b" * (1 << 20))
+        last = threads.submit(channel.send, b"c")
+        queued(channel)
+        sock.let.release()
+        for each in (first, last):
+            with pytest.raises(OSError, match="gone"):
+                each.result(10)
+    assert not sock.sent
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_leaving_does_not_wait_for_a_server_that_does_not_read(broken, pairs):
+    left = threading.Event()
+
+    def serve(peer):
+        with pairs["here"].context().wrap_socket(peer, server_side=True):
+            assert left.wait(10)
+
+    peer = Peer(serve)
+    channel = open_channel(f"tls:127.0.0.1:{peer.port}", 5, Trust(pairs["here"].cert))
+    channel._socket.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        while True:
+            channel.send(bytes(1 << 20))
+    channel._socket.settimeout(5)
+    if not broken:
+        channel._broken = None  # as though what was sent had just fitted
+    start = time.monotonic()
+    channel.shut()
+    assert time.monotonic() - start < 2
+    channel.close()
+    left.set()
+    with contextlib.suppress(ConnectionResetError):
+        peer.result()
+
+
+def test_an_error_behind_good_data_does_not_wait_for_more(pairs):
+    def serve(peer):
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = pairs["here"].context().wrap_bio(incoming, outgoing, server_side=True)
+        while True:
+            incoming.write(peer.recv(65_536))
+            with contextlib.suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+                tls.write(b"good")
+                peer.sendall(outgoing.read() + b"\x17\x03\x03\x00\x20" + bytes(32))
+                return left.wait(10)
+            peer.sendall(outgoing.read())
+
+    left = threading.Event()
+    peer = Peer(serve)
+    channel = open_channel(f"tls:127.0.0.1:{peer.port}", 10, Trust(pairs["here"].cert))
+    found = b""
+    while not found:
+        found = channel.receive(5) or b""
+    assert found == b"good"
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(ssl.SSLError) as caught:
+            channel.receive(0)
+        depths.add(len(caught.traceback))
+    assert len(depths) == 1
+    channel.close()
+    left.set()
+    peer.result()
+
+
+@pytest.mark.parametrize("timeout", [1e7, 1e12, float("inf")])
+def test_waits_may_be_longer_than_poll_counts(timeout, here, pairs):
+    for address in (here.address, None):
+        if address is None:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                theirs.sendall(b"x")
+                assert Channel(ours, None).receive(timeout) == b"x"
+        else:
+            assert once("sync", address, timeout=timeout, ca_file=pairs["here"].cert) == "x "
+
+
+def test_a_wait_in_pieces_ends_and_one_that_is_over_does_not_begin(monkeypatch):
+    monkeypatch.setattr("zl.client.channel._LONGEST_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start = time.monotonic()
+        assert Channel(ours, None).receive(0.05) is None
+        assert 0.04 < time.monotonic() - start < 5
+        assert Channel(ours, None).receive(-1) is None
+
+
+@both
+@pytest.mark.parametrize("python", ["before 3.13", "from 3.13"])
+@pytest.mark.parametrize("believed", ["authority", "signed"])
+def test_a_signed_certificate_is_believed_by_its_authority_and_by_itself(kind, python, believed, pairs, monkeypatch):
+    def default(cafile=None):
+        context = made(cafile=cafile)
+        context.verify_flags &= ~added
+        if python == "from 3.13":
+            context.verify_flags |= added
+        return context
+
+    added = ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+    made = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", default)
+    assert client_context().verify_flags & added == ssl.VERIFY_X509_PARTIAL_CHAIN
+    with FakeServer(tls=pairs["signed"].context()) as server:
+        assert once(kind, server.address, timeout=10, ca_file=pairs[believed].cert) == "x "
+        with pytest.raises(TlsFailed, match="not of an authority"):
+            once(kind, server.address, timeout=10, ca_file=pairs["other"].cert)
 
 
 FAILURES = {

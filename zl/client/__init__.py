@@ -32,6 +32,7 @@ from zl.client.errors import (
 )
 from zl.client.messages import Answer, Chunk, Options, Result, ServerInfo, Timeouts, Usage
 from zl.client.sync import Client, Stream
+from zl.client.trust import Trust
 from zl.errors import Code, Finish
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ __all__ = [
     "TimedOut",
     "Timeouts",
     "TlsFailed",
+    "Trust",
     "Unauthenticated",
     "UnsupportedContent",
     "Usage",

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from zl.client.tls import Tls
 
 _RECV_BYTES = 1 << 16
+_MAX_WAITING_BYTES = 1 << 20
+_LONGEST_S = 1_000_000.0
+"""The longest single wait: poll counts milliseconds in an int, which ends after 24 days."""
 
 
 class Channel:
@@ -38,6 +41,8 @@ class Channel:
         self._early = early
         self._waiting: deque[bytes] = deque()
         self._sending = threading.Lock()
+        self._sender = 0  # the thread that has it
+        self._queued: set[int] = set()  # threads that wait for it
         self._broken: OSError | None = None
 
     def receive(self, timeout: float) -> bytes | None:
@@ -48,12 +53,16 @@ class Channel:
         if self._early:
             early, self._early = self._early, b""
             return early
-        if self._tls is not None and self._tls.ended:
-            return b""
+        if self._tls is not None:
+            self._tls.check()
+            if self._tls.ended:
+                return b""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        if not poll.poll(None if math.isinf(timeout) else math.ceil(timeout * 1000)):
-            return None
+        while not poll.poll(math.ceil(max(0.0, min(timeout, _LONGEST_S)) * 1000)):
+            timeout -= _LONGEST_S
+            if timeout <= 0:
+                return None
         raw = self._socket.recv(_RECV_BYTES)
         if self._tls is None:
             return raw
@@ -61,26 +70,64 @@ class Channel:
         data = self._tls.decrypt(raw)
         return data if data or not raw or self._tls.ended else None
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, *, wait: bool = True) -> None:
         """Send bytes whole, after all that was to be sent before. Where another thread is sending, it sends these too.
 
-        Nobody waits for a lock here: a Stream's __del__, which may come anywhere, sends as well.
-        Raises  OSError: the connection broke, or the server has not read for too long
+        wait    where more than 1 MiB is to be sent already, wait until another thread has sent or this one may; without
+                it no lock is waited for: a Stream's __del__, which may come anywhere, sends as well
+        Raises  OSError: the connection broke, or the server has not read for too long. The thread that was sending gets
+                it, and those that waited for it; one whose bytes were left to it, and are lost, with its next `send`
         """
         self._waiting.append(data)
-        while self._waiting and self._sending.acquire(blocking=False):
+        done = False
+        while self._waiting:
+            if not self._sending.acquire(blocking=False):
+                if not wait or self._sender == threading.get_ident() or not self._is_full():
+                    return
+                self._wait_for_turn()
+                done = True
             try:
-                if self._broken is not None:
-                    raise self._broken
-                while self._waiting:
-                    data = self._waiting.popleft()
-                    self._socket.sendall(data if self._tls is None else self._tls.encrypt(data))  # wire
-            except OSError as error:
-                self._broken = error  # a frame may have been cut short: nothing can follow it
-                self._waiting.clear()
-                raise
+                self._sender = threading.get_ident()
+                done = self._send_waiting(data, done)
             finally:
+                self._sender = 0
                 self._sending.release()
+            # Looked at after the release, so that one who gives up waiting is either not seen here or finds it free.
+            if done and self._queued:
+                return
+
+    def _is_full(self) -> bool:
+        # The copy is made without giving the GIL up: other threads may append at any time.
+        return sum(map(len, self._waiting.copy())) > _MAX_WAITING_BYTES
+
+    def _wait_for_turn(self) -> None:
+        me = threading.get_ident()
+        self._queued.add(me)
+        try:
+            self._sending.acquire()
+        except BaseException:
+            self._queued.discard(me)
+            with contextlib.suppress(OSError):
+                self.send(b"", wait=False)  # the turn may just have been left to us
+            raise
+        self._queued.discard(me)
+
+    def _send_waiting(self, data: bytes, done: bool) -> bool:
+        """Send what waits, or once `data` is out or `done`, until another thread wants to; say whether it is out."""
+        if self._broken is not None:
+            raise self._broken.with_traceback(None)  # else the traceback grows with each
+        try:
+            while self._waiting:
+                chunk = self._waiting.popleft()
+                self._socket.sendall(chunk if self._tls is None else self._tls.encrypt(chunk))  # wire
+                done = done or chunk is data
+                if done and self._queued:
+                    break
+        except BaseException as error:  # a frame may have been cut short: nothing can follow it
+            self._broken = error if isinstance(error, OSError) else OSError("a send was interrupted")
+            self._waiting.clear()
+            raise
+        return done
 
     def end_sending(self) -> None:
         """Say that nothing more will be sent."""
@@ -102,19 +149,30 @@ class Channel:
         if self._tls is not None and self._sending.acquire(blocking=False):
             try:
                 with contextlib.suppress(OSError):
-                    self._socket.send(self._tls.end(), socket.MSG_DONTWAIT)
+                    # A socket with a timeout would wait that long for room.
+                    if self._broken is None and _has_room(self._socket):
+                        self._socket.send(self._tls.end(), socket.MSG_DONTWAIT)
             finally:
                 self._sending.release()
+
+
+def _has_room(sock: socket.socket) -> bool:
+    if sock.fileno() < 0:
+        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    return any(events & select.POLLOUT for _, events in poll.poll(0))
 
 
 def open_channel(text: str | None, timeout: float, trust: Trust) -> Channel:
     """Connect to an address, or to the default ones for None.
 
-    timeout  seconds for all of it, a TLS handshake included; later also how long the server may take nothing off us
+    timeout  seconds for each address that is tried, a TLS handshake included; later also how long the server may take
+             nothing off us
     Raises   ConnectionFailed, TlsFailed; ConfigError: the text is no address, or the CA file cannot be used
     """
     addresses = endpoints.candidates(text)
-    limit = None if math.isinf(timeout) else timeout
+    limit = None if math.isinf(timeout) else min(timeout, _LONGEST_S)
     last = OSError("nothing to try")
     for address in addresses:
         try:

@@ -7,7 +7,6 @@ reads for all, the others sleep until their frames have come. Refuses asyncio.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -143,7 +142,7 @@ class Client:
                 if left <= 0:
                     return False
                 if self._reading or self._wire.closed:
-                    self._changed.wait(None if math.isinf(left) else left)
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
                     continue
                 self._read_once(left)
             return True
@@ -153,7 +152,7 @@ class Client:
         with self._changed:
             frame = self._wire.abandon(call)
         with contextlib.suppress(ConnectionFailed):
-            self._send(frame)
+            self._send(frame, wait=False)  # it may be a __del__'s
 
     def cancel(self, call: Call) -> None:
         """Ask the server to end a call early; its last frame still comes."""
@@ -185,15 +184,15 @@ class Client:
             cancels = self._wire.receive(data)
             if cancels:
                 with contextlib.suppress(ConnectionFailed):
-                    self._send(cancels)
+                    self._send(cancels, wait=False)  # a server may wait for us to read before it reads again
         elif data is not None:
             self._wire.lost(reason or endpoints.ended(self._channel.address, self._wire.heard))
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, *, wait: bool = True) -> None:
         if not data:
             return
         try:
-            self._channel.send(data)
+            self._channel.send(data, wait=wait)
         except OSError as error:
             reason = endpoints.broke(error)
         else:

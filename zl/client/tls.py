@@ -34,6 +34,10 @@ def client_context(ca_file: str = "") -> ssl.SSLContext:
         reason = "it holds no PEM certificate" if isinstance(error, ssl.SSLError) else getattr(error, "strerror", error)
         raise ConfigError(f"CA file {ca_file!r}: {reason}; give a PEM file with the authority's certificate") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # Python 3.13 sets both of these, earlier ones neither. A certificate in the file is believed for itself, be it an
+    # authority's or the server's own; STRICT would refuse authorities made without the extensions of RFC 5280.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.options |= ssl.OP_NO_RENEGOTIATION  # TLS 1.2's, which would have a read wait for a write
     return context
 
@@ -46,7 +50,7 @@ class Tls:
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
         # OpenSSL's object is for one thread at a time. Reentrant: a Stream's __del__ may come while we have it.
         self._lock = threading.RLock()
-        self._error: ssl.SSLError | None = None
+        self.error: ssl.SSLError | None = None  # nothing that comes can be decrypted any more
         self.ended = False  # the server has said that it sends no more
 
     def handshake(self, data: bytes) -> bool:
@@ -73,8 +77,7 @@ class Tls:
         Raises  ssl.SSLError: once what came before it has been given
         """
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            self.check()
             self._incoming.write(data)
             parts = []
             try:
@@ -86,10 +89,15 @@ class Tls:
             except ssl.SSLZeroReturnError:
                 self.ended = True
             except ssl.SSLError as error:
+                self.error = error
                 if not parts:
                     raise
-                self._error = error
             return b"".join(parts)
+
+    def check(self) -> None:
+        """Raise the ssl.SSLError that `decrypt` has met, if any, for what came before it has been given."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # else the traceback grows with each
 
     def encrypt(self, data: bytes) -> bytes:
         """Give the records that carry bytes to the server; they must be sent in the order in which they were made."""
