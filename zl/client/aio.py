@@ -270,7 +270,7 @@ async def open_transport(
 ) -> tuple[asyncio.Transport, P, Target]:
     """Connect to an address, or to the default ones for None; the one place where asyncio's clients open sockets.
 
-    timeout  seconds for all of it, a TLS handshake included
+    timeout  seconds for each address tried, a TLS handshake included
     Raises   ConnectionFailed, TlsFailed; ConfigError: the text is no address, or the CA file cannot be used
     """
     addresses = endpoints.candidates(text)
