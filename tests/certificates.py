@@ -33,6 +33,17 @@ def make(folder: Path, name: str, *names: str, days: int = 2, authority: bool = 
     return Pair(cert, key)
 
 
+def self_signed(folder: Path, name: str, *names: str) -> Pair:
+    """Make a certificate for `names` as `openssl req -x509` does, key identifiers and CA:TRUE included."""
+    folder.mkdir(exist_ok=True)
+    cert, key = (str(folder / f"{name}.{end}") for end in ("pem", "key"))
+    openssl(
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", f"/CN={name}", "-addext", f"subjectAltName={','.join(names or HERE)}", "-keyout", key, "-out", cert,
+    )  # fmt: skip
+    return Pair(cert, key)
+
+
 def signed(folder: Path, name: str, authority: Pair) -> Pair:
     """Make a certificate for here that an authority signed, without the key identifiers that RFC 5280 asks for."""
     pair = make(folder, name)

@@ -25,6 +25,7 @@ NEVER: dict[str, set[str]] = {
     "zl.errors": {"torch", "numpy", "asyncio"},
     "zl.flags": {"torch", "numpy", "asyncio"},
     "zl.address": {"torch", "numpy", "asyncio", "ssl"},
+    "zl.ports": {"torch", "numpy", "asyncio", "ssl", "zl.net", "zl.errors"},
     "zl.readers": {"torch", "numpy", "asyncio"},
     "zl.policy": {"torch", "numpy", "asyncio", "zl.net"},
     "zl.access": {"torch", "asyncio", "zl.gpu", "zl.net"},

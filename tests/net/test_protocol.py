@@ -7,13 +7,13 @@ import contextlib
 import ctypes
 import shutil
 import ssl
-import subprocess
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.certificates import self_signed
 from tests.net.harness import INFO, App, ask, run, serving
 from zl.errors import Code, Finish, InvariantError
 from zl.net import codec
@@ -522,14 +522,7 @@ def test_a_steps_frames_leave_in_one_write_of_bytes(tmp_path):
 def certificate(tmp_path_factory) -> tuple[str, str]:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
+    return self_signed(tmp_path_factory.mktemp("tls"), "localhost", "IP:127.0.0.1")
 
 
 @both_loops

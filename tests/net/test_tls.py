@@ -6,11 +6,10 @@ import asyncio
 import shutil
 import socket
 import ssl
-import subprocess
-from pathlib import Path
 
 import pytest
 
+from tests.certificates import self_signed
 from tests.net.harness import run
 from zl.errors import ConfigError
 from zl.net.listen import Bound, listen
@@ -29,22 +28,12 @@ def test_files_that_do_not_fit_say_so(tmp_path):
         tls_context(str(wrong), str(wrong))
 
 
-def pair(folder: Path, name: str) -> tuple[str, str]:
-    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}", "-keyout", key, "-out", cert],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> dict[str, tuple[str, str]]:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
-    return {name: pair(folder, name) for name in ("one", "two")}
+    return {name: self_signed(folder, name, f"DNS:{name}") for name in ("one", "two")}
 
 
 class Echo(asyncio.Protocol):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.procs import free_port
+from tests.certificates import self_signed
 from tests.ops.kit import Service, pings
 from zl.client import Client, Draining, Unauthenticated, ZlClientError
 from zl.errors import Code
@@ -160,17 +161,6 @@ def test_term_while_starting_is_no_failure(started, tmp_path):
 # --- reload -----------------------------------------------------------------------------------------------------------
 
 
-def certificate(folder: Path, name: str) -> tuple[str, str]:
-    folder.mkdir(exist_ok=True)
-    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
-
-
 def presented(port: int) -> str:
     """The common name of the certificate that a new connection is shown."""
     done = subprocess.run(
@@ -184,7 +174,7 @@ def test_hup_reloads_what_can_be_and_names_what_cannot(service, tmp_path, small)
     port, log, access = free_port(), tmp_path / "zl.log", tmp_path / "access"
     token = tmp_path / "token"
     token.write_text("first")
-    one, two = certificate(tmp_path / "tls", "one"), certificate(tmp_path / "tls", "two")
+    one, two = (self_signed(tmp_path / "tls", name, "IP:127.0.0.1") for name in ("one", "two"))
     config = tmp_path / "zl.toml"
 
     def write(files: tuple[str, str], limits: str, more: str = "") -> None:

@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -20,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from zl.errors import ConfigError, ZlError
 from zl.health import Health
 from zl.metrics.collect import PartsCollector, Read
+from zl.ports import resolve, try_binding
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -61,12 +61,8 @@ def check_address(address: str) -> None:
 
     Raises  as MetricsServer
     """
-    host, port = _host_port(address)
     try:
-        family, kind, protocol, _, end = _resolve(host, port)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(end)
+        try_binding(*_host_port(address))
     except OSError as failure:
         raise _unavailable(address, failure) from failure
 
@@ -77,10 +73,6 @@ def _host_port(address: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ConfigError(f"metrics: {address!r} is not HOST:PORT, such as 127.0.0.1:9433; or say off")
     return host, int(port)
-
-
-def _resolve(host: str, port: int) -> Any:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
 
 def _unavailable(address: str, failure: OSError) -> ZlError:
@@ -101,7 +93,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Health):
         self.registry = registry
         self.health = health
-        self.address_family = _resolve(host, port)[0]
+        self.address_family = resolve(host, port)[0]
         super().__init__((host, port), _Handler)
 
     def run(self) -> None:

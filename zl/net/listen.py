@@ -20,6 +20,7 @@ from typing import Any
 
 from zl.address import Address, TcpAddress, UnixAddress
 from zl.errors import ConfigError, ZlError
+from zl.ports import resolve
 
 BACKLOG = 4_096
 """Connections that may wait to be accepted; the kernel cuts it to net.core.somaxconn, 4096 since Linux 5.4."""
@@ -159,14 +160,11 @@ def _address_of(sock: socket.socket) -> str:
 
 def _bind_tcp(address: TcpAddress) -> Bound:
     try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
-        )
+        family, kind, proto, _, where = resolve(address.host, address.port)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{address}: host {address.host!r} is not known here ({error}); 0.0.0.0 or [::] means every interface"
         ) from None
-    family, kind, proto, _, where = found[0]
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -9,11 +9,11 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from zl.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from zl.config import Settings
 from zl.exposure import warning
+from zl.ports import resolve, try_binding
 from zl.tools.findings import FAIL, OK, WARN, Finding, read
 
 LISTEN = "0A"
@@ -37,11 +37,7 @@ def _ends(wheres: list[TcpAddress | UnixAddress]) -> Iterator[tuple[str, str]]:
     for where in wheres:
         if isinstance(where, TcpAddress):
             with contextlib.suppress(OSError, UnicodeError):
-                yield str(where), str(_resolve(where)[4][0])
-
-
-def _resolve(where: TcpAddress) -> Any:
-    return socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+                yield str(where), str(resolve(where.host, where.port)[4][0])
 
 
 def address(where: TcpAddress | UnixAddress) -> Finding:
@@ -80,10 +76,7 @@ def _links(folder: Path) -> Iterator[str]:
 
 def _tcp(where: TcpAddress) -> Finding:
     try:
-        family, kind, protocol, _, end = _resolve(where)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(end)
+        try_binding(where.host, where.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return _taken(str(where), _tcp_inodes(where.port), "choose another port")

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from zl.address import TlsAddress
 from zl.client.channel import Channel, open_channel
+from zl.client.endpoints import broke
 from zl.client.errors import ConnectionFailed
 from zl.client.trust import Trust
 from zl.client.wire import MAX_RESPONSE
@@ -110,7 +111,7 @@ def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> 
     except FrameError as error:
         closing = f"the server does not speak zl's protocol: {error}"
     except OSError as error:
-        closing = f"the connection broke: {error.strerror or error}"
+        closing = broke(error)
     printer.close()
     cut = decoder.eof()
     # After an error of the connection itself (id 0) the server owes no further answers.
