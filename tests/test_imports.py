@@ -25,6 +25,8 @@ NEVER: dict[str, set[str]] = {
     "zl.errors": {"torch", "numpy", "asyncio"},
     "zl.flags": {"torch", "numpy", "asyncio"},
     "zl.address": {"torch", "numpy", "asyncio", "ssl"},
+    "zl.lease": {"torch", "numpy", "asyncio", "zl.net"},
+    "zl.ids": {"torch", "asyncio", "zl.net", "zl.text"},
     "zl.ports": {"torch", "numpy", "asyncio", "ssl", "zl.net", "zl.errors"},
     "zl.readers": {"torch", "numpy", "asyncio"},
     "zl.policy": {"torch", "numpy", "asyncio", "zl.net"},

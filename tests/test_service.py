@@ -22,6 +22,7 @@ from zl.policy import Policy
 from zl.rows import Rows
 from zl.service import LONG_PROMPT_BYTES, Service, _known
 from zl.shapes import Shapes
+from zl.text.outline import LITERAL, Outline, Span
 from zl.text.prompt import Prompt
 
 SHAPES = Shapes(max_rows=2, max_model_len=128, max_tokens=32, default_tokens=8)
@@ -56,9 +57,13 @@ class Conn:
 
 
 class Prompts:
-    def build(self, system, messages, context, tokens, max_prompt_tokens):
+    def build(self, system, messages, context, max_prompt_tokens):
         ids = list(range(len(messages[-1])))[:max_prompt_tokens]
         return Prompt(ids, 0, len(messages[-1]) > max_prompt_tokens)
+
+    def outline(self, system, messages, context, max_prompt_tokens):
+        n = min(messages[-1], max_prompt_tokens)
+        return Outline([1, 2], [Span(LITERAL, 0, 2), Span(len(messages), 0, n)], 2 + n, 0, n < messages[-1])
 
 
 class Table:

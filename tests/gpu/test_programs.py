@@ -125,14 +125,15 @@ def test_float32_on_cuda_takes_the_twin_and_says_so(monkeypatch):
 def test_a_server_on_cuda_guards_the_program_and_keeps_its_slot_from_the_loop():
     device = NoGpu()
     device.allocate = np.zeros
+    device.register = lambda address, n_bytes: None
     settings = load({"heartbeat_s": 30, "debug_addresses": "on"}, environ={})
     build = SimpleNamespace(
         device=device, settings=settings, dtype="bfloat16", shapes=SHAPES, model=SHAPE, weights=Source()
     )  # fmt: skip
-    engine, columns, slots, run_ahead = open_build(build, lambda _: None)
+    engine, columns, slots, run_ahead, _ = open_build(build, lambda _: None)
     assert isinstance(engine, CudaGuard)
     assert (len(slots), run_ahead) == (2, 1)
-    assert columns.prompt_ids.shape[0] == SHAPES.max_rows + 1
+    assert columns.own_ids.shape[0] == SHAPES.max_rows + 1
     assert len(engine._slots) == 3
     assert engine._own == 2
     assert engine.heartbeat._period_s == 30

@@ -76,7 +76,8 @@ class App:
 
     def closed(self, conn: Any) -> None:
         self.closed_conns.append(conn)
-        self.jobs.pop(conn, None)
+        for job in self.jobs.pop(conn, {}).values():
+            job.request.give_back()
 
     def server_info(self) -> bytes:
         return codec.pack_server_info(INFO)
@@ -98,6 +99,7 @@ class App:
     def _finish(self, conn: Any, job: Job, finish: Finish) -> None:
         request_id = job.request.request_id
         del self.jobs[conn][request_id]
+        job.request.give_back()
         if not self.jobs[conn]:
             del self.jobs[conn]
         conn.queue(codec.encode_last(request_id, [], b"", None, finish, Usage(completion_tokens=job.n_done)))
@@ -201,11 +203,12 @@ async def serving(
     auth_token: bytes | None = None,
     tls: Any = None,
     factory: Any = None,
+    decode: codec.Decoder | None = None,
 ) -> AsyncIterator[Served]:
     app = app or App()
     arena = Arena(n_berths)
     loop = asyncio.get_running_loop()
-    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token)
+    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token, decode=decode)
     path = str(tmp_path / "s.sock")
     bounds = bind_all([TcpAddress("127.0.0.1", 0), UnixAddress(path)])
     listeners = await listen(bounds, (lambda: factory(net)) if factory else net.connection, tls=tls)

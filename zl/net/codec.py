@@ -28,15 +28,14 @@ from google.protobuf.message import DecodeError
 
 from zl.errors import Code, Finish, FrameError, PeerError, RequestError
 from zl.net import schema_pb2
-from zl.net.messages import Encoding, Operation, Request, RequestType, Response, ServerInfo, Usage
-from zl.shapes import HEADER_BYTES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
+from zl.net.messages import Content, Encoding, Operation, Request, RequestType, Response, ServerInfo, Usage
+from zl.shapes import HEADER_BYTES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS, TOKEN_BYTES
 
 MICRO = 1_000_000
 """Sampling values travel as fixed32, multiplied by this."""
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
-TOKEN_BYTES = 4
 
 Decoder = Callable[[bytes | bytearray | memoryview], Request | None]
 """Takes a payload; gives the GENERATE request that it is where it surely passes `check_request` (of any number of
@@ -119,14 +118,15 @@ def check_request(request: Request, max_messages: int | None = MAX_MESSAGES) -> 
         _check_utf8(request, name, stop)
     if not request.encoding:  # TEXT
         # Most text is ASCII, which one C call a field tells; only what is left is looked at by name.
-        if not (request.system.isascii() and request.context.isascii() and all(map(bytes.isascii, request.messages))):
+        fields = (request.system, request.context, *request.messages)
+        if not all(isinstance(text, bytes) and text.isascii() for text in fields):
             _check_fields(request, _check_utf8)
     else:
         _check_fields(request, _check_whole_tokens)
     _check_sampling(request)
 
 
-def _check_fields(request: Request, check: Callable[[Request, str, bytes], None]) -> None:
+def _check_fields(request: Request, check: Callable[[Request, str, Content], None]) -> None:
     check(request, "system_prompt", request.system)
     for i, turn in enumerate(request.messages):
         check(request, f"messages[{i}]", turn)
@@ -169,7 +169,7 @@ def check_tokens(request: Request, vocab_size: int) -> None:
         )
 
 
-def tokens_of(packed: bytes) -> Sequence[int]:
+def tokens_of(packed: Content) -> Sequence[int]:
     """View packed little-endian int32 ids as numbers, without a copy where the host is little-endian.
 
     Raises  RequestError: the byte count is no multiple of 4
@@ -201,7 +201,8 @@ def _check_enum(request: Request, name: str, value: int, kind: type[IntEnum]) ->
         _refuse(request, Code.BAD_REQUEST, name, f"unknown value {value}; this server knows {known}")
 
 
-def _check_utf8(request: Request, name: str, text: bytes) -> None:
+def _check_utf8(request: Request, name: str, content: Content) -> None:
+    text = bytes(content)
     if text.isascii():
         return
     try:
@@ -210,12 +211,12 @@ def _check_utf8(request: Request, name: str, text: bytes) -> None:
         _refuse(request, Code.BAD_REQUEST, name, f"invalid UTF-8 at byte {error.start}")
 
 
-def _check_whole_tokens(request: Request, name: str, packed: bytes) -> None:
+def _check_whole_tokens(request: Request, name: str, packed: Content) -> None:
     if len(packed) % TOKEN_BYTES:
         _refuse(request, Code.BAD_REQUEST, name, _odd_bytes(packed))
 
 
-def _odd_bytes(packed: bytes) -> str:
+def _odd_bytes(packed: Content) -> str:
     return f"{len(packed)} bytes are no whole number of int32 token ids"
 
 

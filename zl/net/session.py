@@ -181,7 +181,10 @@ class Session:
         return [Pong()] if act is Act.PONG else self._end()
 
     def receive(self, payload: bytes | bytearray | memoryview, accepting: bool) -> list[Action]:
-        """Take a frame's payload, which is not referred to afterwards; `accepting`: the server is not draining."""
+        """Take a frame's payload; only a request to be submitted may refer to it afterwards (`Request.in_berth`).
+
+        accepting  the server is not draining
+        """
         request = self._decode(payload) if self._decode is not None else None
         checked = request is not None
         if request is None:

@@ -13,10 +13,9 @@ from typing import Literal, NamedTuple
 from zl.client.wire import MAX_RESPONSE
 from zl.errors import Code, FrameError, RequestError
 from zl.net import codec, schema_pb2
-from zl.net.codec import TOKEN_BYTES
 from zl.net.frames import payload_length
 from zl.net.messages import Encoding, Operation, Request
-from zl.shapes import HEADER_BYTES, MAX_FRAME, MAX_MESSAGES, MAX_STOPS
+from zl.shapes import HEADER_BYTES, MAX_FRAME, MAX_MESSAGES, MAX_STOPS, TOKEN_BYTES
 from zl.tools.walker import Line, Place, Walker, Wrong
 
 Side = Literal["client", "server"]

@@ -43,7 +43,7 @@ FLAGS = (
 SLOTS = (
     "request_id", "operation", "encoding", "system", "messages", "context", "temperature", "top_p",
     "repetition_penalty", "max_tokens", "type", "seed", "stop", "deadline_ms", "ignore_eos", "logprobs", "auth_token",
-    "read_ns", "parse_ns",
+    "read_ns", "parse_ns", "lease",
 )  # fmt: skip
 """The order in which door.cpp fills a `Request`."""
 

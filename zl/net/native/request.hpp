@@ -27,6 +27,7 @@ struct Bytes {
 constexpr uint32_t kTurns = 64;  // MANY_MESSAGES: what a policy may allow
 constexpr uint32_t kStops = 8;
 constexpr size_t kTokenBytes = 4;
+constexpr uint32_t kTokens = 1;  // of Encoding
 
 struct Request {
     uint64_t request_id = 0, seed = 0;
