@@ -63,7 +63,8 @@ class Prompts:
 
     def outline(self, system, messages, context, max_prompt_tokens):
         n = min(messages[-1], max_prompt_tokens)
-        return Outline([1, 2], [Span(LITERAL, 0, 2), Span(len(messages), 0, n)], 2 + n, 0, n < messages[-1])
+        spans = [Span(LITERAL, 0, 2), Span(len(messages), 0, n)]
+        return Outline(np.array([1, 2], np.int32), spans, 2 + n, 0, n < messages[-1])
 
 
 class Table:

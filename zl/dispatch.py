@@ -209,8 +209,8 @@ class Dispatcher:
 
     def _seat(self, job: Job, now: float) -> bool:
         n_shared = self._shareable(job)
-        key = job.prompt.head(n_shared)
-        prefix = self._pages.find_prefix(key) if n_shared else None
+        key = job.prompt.head(n_shared) if n_shared else None
+        prefix = self._pages.find_prefix(key) if key is not None else None
         need = pages_for(len(job.prompt) + job.max_new)
         if prefix is not None:
             self._pages.share(prefix)  # first, so that making room cannot evict it
@@ -219,7 +219,7 @@ class Dispatcher:
                 return False
         elif need > self._pages.available():
             return False
-        elif n_shared:
+        elif key is not None:
             prefix = self._pages.new_prefix(key)
         shared = prefix.pages if prefix is not None else job.pages[:0]
         job.pages = self._pages.take(need - len(shared))

@@ -70,7 +70,7 @@ def measure(prompts: PromptBuilder, vocab: int, n_tokens: int) -> dict[str, floa
         columns.put_prompt(3, there.own, there.pieces)
 
     def by_numbers() -> None:
-        numbers = literals + np.frombuffer(request.messages[0], "<i4").tolist()
+        numbers = literals.tolist() + np.frombuffer(request.messages[0], "<i4").tolist()
         copied = Ids.of(np.array(numbers, np.int32))
         columns.put_prompt(3, copied.own, copied.pieces)
 

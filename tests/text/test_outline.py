@@ -12,7 +12,7 @@ from zl.gpu.arena import Arena
 from zl.policy import Policy
 from zl.shapes import MAX_PIECES, Shapes
 from zl.text.layout import Control, Run, layout_of
-from zl.text.outline import CONTEXT, LITERAL, Outline, Outliner, Span, placed
+from zl.text.outline import CONTEXT, Outline, Outliner, Span, placed
 from zl.text.template import Hole
 
 SIZES = Shapes(max_model_len=120, system_tokens=12, context_tokens=9)
@@ -82,7 +82,7 @@ def test_outline_equals_insertion_by_lists(system, messages, context, limit, shi
     assert copied.head(len(copied)).tolist() == wanted
     assert found.n_tokens == len(wanted) <= limit
     assert found.truncated == (system > 12 or context > 9 or MARK[0] in wanted)
-    assert all(a.slot != LITERAL or b.slot != LITERAL for a, b in zip(found.spans, found.spans[1:], strict=False))
+    assert all(span.n for span in found.spans)
     in_berth(found, packed, shift, wanted)
 
 
@@ -97,7 +97,6 @@ def in_berth(found, packed, shift, wanted):
         views[slot] = berth.view[at : at + len(one)]
         at += len(one) + 1
     there = placed(found, views, lease, np.frombuffer(arena.memory, np.uint8))
-    assert there.own.tolist() == found.literals
     assert there.head(len(there)).tolist() == wanted
     there.give_back()
     arena.check()
@@ -110,7 +109,7 @@ def test_a_prompt_of_more_pieces_than_a_row_takes_is_copied_and_its_berth_given_
     lease = arena.lend(berth)
     berth.view[:800] = np.arange(200, dtype="<i4").tobytes()
     spans = [Span(1, i, 1) for i in range(MAX_PIECES + 1)]
-    made = placed(Outline([], spans, len(spans), 0, False), {1: berth.view[:800]}, lease, None)
+    made = placed(Outline(np.empty(0, np.int32), spans, len(spans), 0, False), {1: berth.view[:800]}, lease, None)
     assert made.head(len(made)).tolist() == list(range(MAX_PIECES + 1))
     assert arena.in_use == 0
 

@@ -2,7 +2,7 @@
 
 The template's own text is tokenized beforehand; contents stand between its tokens, not stripped and not merged. Budgets
 cut a content at its end and put the mark there, as `text.prompt` does with text.
-State: none of a request's. Refuses: asyncio, torch, zl.net.
+State: layouts made ready. Refuses: asyncio, torch, zl.net.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from zl.ids import Ids
 from zl.lease import Lease
 from zl.policy import ALLOW, CLAMP, REJECT, Policy
 from zl.shapes import MAX_PIECES, TOKEN_BYTES, Shapes
-from zl.text.layout import Layout
+from zl.text.layout import Layout, Part
 from zl.text.template import SYSTEM, Hole
 
 LITERAL = -1
 CONTEXT = -2
+
+_SKELETONS = 256
+"""Most layouts whose outline is kept ready: all forms of conversation, and the blank ones of late."""
 
 
 class Span(NamedTuple):
@@ -36,45 +39,33 @@ class Span(NamedTuple):
 class Outline(NamedTuple):
     """Where the tokens of a prompt come from.
 
-    literals    token ids of the template, and marks of what was cut
-    spans       in order; no two LITERAL ones beside each other
+    literals    int32 [n], token ids of the template and of marks; the same array for all prompts of a layout, read-only
+    spans       in order, none of them empty
     n_tokens    of the whole
     prefix_len  this many leading tokens depend only on the template and the system prompt
     truncated   some content was cut
     """
 
-    literals: list[int]
+    literals: np.ndarray
     spans: list[Span]
     n_tokens: int
     prefix_len: int
     truncated: bool
 
 
-Content = list[Span | tuple[int, ...]]
-"""What fills a hole: spans of the request, and literal ids. A Span is a tuple too: ask for it first."""
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """A layout as spans of its literals, and slots where contents go; the first `n_prefix` parts are the prefix.
 
+    Behind the layout's own literals stand what marks a cut, and what joins context and message.
+    """
 
-@dataclass(slots=True)
-class _Filling:
-    """Joins what follows one another."""
-
-    literals: list[int]
-    spans: list[Span]
-    n_tokens: int = 0
-
-    def put(self, piece: Span | tuple[int, ...]) -> None:
-        if isinstance(piece, Span):
-            if piece.n:
-                self.spans.append(piece)
-                self.n_tokens += piece.n
-        elif piece:
-            before = self.spans[-1] if self.spans else None
-            if before is not None and before.slot == LITERAL:
-                self.spans[-1] = Span(LITERAL, before.start, before.n + len(piece))
-            else:
-                self.spans.append(Span(LITERAL, len(self.literals), len(piece)))
-            self.literals += piece
-            self.n_tokens += len(piece)
+    layout: Layout
+    literals: np.ndarray
+    parts: tuple[Span | int, ...]
+    n_prefix: int
+    mark: Span
+    joint: Span
 
 
 class Outliner:
@@ -98,72 +89,120 @@ class Outliner:
         self._policy = policy
         self._mark = tuple(mark)
         self._joint = tuple(joint)
+        self._skeletons: dict[int, _Skeleton] = {}  # by the identity of the layout, which they keep alive
 
     def outline(self, system: int, messages: Sequence[int], context: int, limit: int) -> Outline:
         """Lay a conversation out, given the lengths of its contents in tokens; at most `limit` tokens in all.
 
         Raises  RequestError: LIMIT_EXCEEDED, as `text.prompt.PromptBuilder.build`
         """
-        system_part, system_cut = self._fit(Span(SYSTEM, 0, system), "system_tokens", "system_prompt")
-        context_part, context_cut = self._fit(Span(CONTEXT, 0, context), "context_tokens", "context")
-        head = [*context_part, self._joint] if context else []
+        sizes = {slot: (n, n) for slot, n in enumerate(messages, 1)}  # of each content, and how much of it is kept
+        sizes[SYSTEM] = system, self._fit(system, "system_tokens", "system_prompt")
+        sizes[CONTEXT] = context, self._fit(context, "context_tokens", "context")
         texts = ["m" if n else "" for n in (system, *messages)]
         if context:
             texts[-1] = "m"
-        layout = self._layout_of(texts)
-        truncated = system_cut or context_cut
-        turns: list[Content] = [[Span(turn, 0, n)] for turn, n in enumerate(messages, 1)]
-        found, prefix_len = self._fill(layout, system_part, turns, head)
-        if found.n_tokens > limit:
+        skeleton = self._skeleton(self._layout_of(texts))
+        spans, prefix_len, n_tokens = _filled(skeleton, sizes, len(messages))
+        truncated = any(kept < n for n, kept in sizes.values())
+        if n_tokens > limit:
             truncated = True
-            turns = self._shrunk(messages, found.n_tokens, limit)
-            found, prefix_len = self._fill(layout, system_part, turns, head)
-        return Outline(found.literals, found.spans, found.n_tokens, prefix_len, truncated)
+            level = self._level(messages, n_tokens, limit)
+            sizes |= {slot: (n, min(n, level)) for slot, n in enumerate(messages, 1)}
+            spans, prefix_len, n_tokens = _filled(skeleton, sizes, len(messages))
+        return Outline(skeleton.literals, spans, n_tokens, prefix_len, truncated)
 
-    def _fill(
-        self, layout: Layout, system: Content, turns: Sequence[Content], head: Content
-    ) -> tuple[_Filling, int]:
-        contents = [system, *turns[:-1], head + turns[-1]]
-        made = _Filling([], [])
-        prefix_len = -1
-        for index, part in enumerate(layout.parts):
-            if index == layout.n_prefix:
-                prefix_len = made.n_tokens
-            if isinstance(part, tuple):
-                made.put(part)
-                continue
-            for piece, literal in zip(part.pieces, part.literal_ids, strict=True):
-                for one in contents[piece.slot] if isinstance(piece, Hole) else [literal]:
-                    made.put(one)
-        return made, made.n_tokens if prefix_len < 0 else prefix_len
+    def _skeleton(self, layout: Layout) -> _Skeleton:
+        found = self._skeletons.get(id(layout))
+        if found is None:
+            if len(self._skeletons) >= _SKELETONS:
+                self._skeletons.clear()
+            found = self._skeletons[id(layout)] = _skeleton_of(layout, self._mark, self._joint)
+        return found
 
-    def _fit(self, span: Span, limit: str, field: str) -> tuple[Content, bool]:
-        """Return a content within its budget unless more is allowed, and whether it was cut."""
+    def _fit(self, n: int, limit: str, field: str) -> int:
+        """Return how many tokens of a content are kept, the mark of a cut among them; RequestError: it is refused."""
         budget: int = getattr(self._shapes, limit)
-        if span.n <= budget:
-            return [span], False
+        if n <= budget:
+            return n
         action = self._policy.over(limit)
         if action == ALLOW:
             budget = self._shapes.max_model_len
-            if span.n <= budget:
-                return [span], False
+            if n <= budget:
+                return n
         if action != CLAMP:
-            refuse(field, f"{span.n} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
-        return self._cut(span, budget), True
+            refuse(field, f"{n} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
+        return budget
 
-    def _cut(self, span: Span, budget: int) -> Content:
-        return [Span(span.slot, span.start, budget - len(self._mark)), self._mark]
-
-    def _shrunk(self, messages: Sequence[int], total: int, limit: int) -> list[Content]:
-        """Cut the longest turns, down to one common length, until the whole fits."""
+    def _level(self, messages: Sequence[int], total: int, limit: int) -> int:
+        """Return the one length to which the longest turns are cut so that the whole fits."""
         if self._policy.over("prompt_tokens") == REJECT:
             refuse("messages", f"the prompt has {total} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
         rest = total - sum(messages)
         level = water_level(messages, limit - rest)
         if level <= len(self._mark):
             refuse_crowded(rest + len(messages) * (len(self._mark) + 1), limit)
-        spans = [Span(turn, 0, n) for turn, n in enumerate(messages, 1)]
-        return [self._cut(span, level) if span.n > level else [span] for span in spans]
+        return level
+
+
+def _skeleton_of(layout: Layout, mark: Sequence[int], joint: Sequence[int]) -> _Skeleton:
+    literals: list[int] = []
+    parts: list[Span | int] = []
+    n_prefix = None
+    for index, part in enumerate(layout.parts):
+        if index == layout.n_prefix:
+            n_prefix = len(parts)
+        for piece in _pieces(part):
+            if isinstance(piece, int):
+                parts.append(piece)
+            elif piece:
+                before = parts[-1] if parts and len(parts) != n_prefix else None
+                if isinstance(before, Span):
+                    parts[-1] = before._replace(n=before.n + len(piece))
+                else:
+                    parts.append(Span(LITERAL, len(literals), len(piece)))
+                literals += piece
+    at = len(literals)
+    ids = np.array([*literals, *mark, *joint], np.int32)
+    ids.flags.writeable = False
+    marks = Span(LITERAL, at, len(mark)), Span(LITERAL, at + len(mark), len(joint))
+    return _Skeleton(layout, ids, tuple(parts), len(parts) if n_prefix is None else n_prefix, *marks)
+
+
+def _pieces(part: Part) -> list[int | tuple[int, ...]]:
+    """List a part's literals, and the slots of its holes."""
+    if isinstance(part, tuple):
+        return [part]
+    return [
+        piece.slot if isinstance(piece, Hole) else ids
+        for piece, ids in zip(part.pieces, part.literal_ids, strict=True)
+    ]
+
+
+def _filled(skeleton: _Skeleton, sizes: Mapping[int, tuple[int, int]], last: int) -> tuple[list[Span], int, int]:
+    """Put contents into the holes, the context before the message in the `last`; return spans, prefix_len, n_tokens."""
+    spans: list[Span] = []
+    n_tokens = 0
+    prefix_len = -1
+    for index, part in enumerate(skeleton.parts):
+        if index == skeleton.n_prefix:
+            prefix_len = n_tokens
+        if isinstance(part, Span):
+            spans.append(part)
+            n_tokens += part.n
+            continue
+        slots = (CONTEXT, part) if part == last and sizes[CONTEXT][0] else (part,)
+        for slot in slots:
+            n, kept = sizes[slot]
+            n_tokens += kept
+            if kept < n:
+                spans += (Span(slot, 0, kept - skeleton.mark.n), skeleton.mark)
+            elif n:
+                spans.append(Span(slot, 0, n))
+            if slot == CONTEXT:
+                spans.append(skeleton.joint)
+                n_tokens += skeleton.joint.n
+    return spans, n_tokens if prefix_len < 0 else prefix_len, n_tokens
 
 
 def water_level(lengths: Sequence[int], room: int) -> int:
@@ -200,9 +239,9 @@ def placed(
             (~start if slot == LITERAL else lease.offset(memoryview(contents[slot])) + TOKEN_BYTES * start, n)
             for slot, start, n in outline.spans
         ]
-        return Ids(np.array(outline.literals, np.int32), pieces, lease, arena)
+        return Ids(outline.literals, pieces, lease, arena)
     ids = {slot: np.frombuffer(packed, "<i4") for slot, packed in contents.items()}
-    ids[LITERAL] = np.array(outline.literals, np.int32)
+    ids[LITERAL] = outline.literals
     copied = [ids[slot][start : start + n] for slot, start, n in outline.spans]
     made = Ids.of(np.concatenate(copied))
     if lease is not None:
