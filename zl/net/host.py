@@ -65,6 +65,9 @@ class Application(Protocol):
     def submit(self, conn: Answers, request: Request) -> None:
         """Take a checked request; a RequestError refuses it."""
 
+    def refused(self, conn: Answers, request: Request, code: Code) -> None:
+        """Learn of a request, of any operation, that the conversation refused by itself: it never came to `submit`."""
+
     def cancel(self, conn: Answers, request_id: int) -> None:
         """End a request in flight with CANCELLED."""
 

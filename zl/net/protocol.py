@@ -303,8 +303,10 @@ class Connection(asyncio.BufferedProtocol):
                         self._app.submit(self, request)
                     except RequestError as error:
                         self._perform(self._session.refused(request.request_id, error))
-                case Send(data, code):
+                case Send(data, code, refused):
                     self._counters.errors[code] += 1
+                    if refused is not None:
+                        self._app.refused(self, refused, code)
                     self._put(data)
                     self._flush_soon()
                 case Pong():
