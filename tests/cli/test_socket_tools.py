@@ -14,6 +14,7 @@ import threading
 
 import pytest
 
+from tests.certificates import make
 from tests.fake_server import FakeServer
 from zl.net.codec import decode_request, encode_request, encode_tokens, pack_tokens
 from zl.net.frames import PING
@@ -138,6 +139,19 @@ def test_nc_without_a_server_ends_with_4_and_wrong_use_with_2(tmp_path):
     assert zl("nc", f"unix:{tmp_path}/none").returncode == 4
     assert zl("nc", "localhost").returncode == 2
     assert zl("nc", f"unix:{tmp_path}/none", str(tmp_path / "nothing")).returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [("nc",), ("ask", "say x", "--connect"), ("chat", "--connect"), ("load",)])
+def test_a_tcp_address_of_a_server_with_tls_is_corrected(arguments, tmp_path):
+    with FakeServer(tls=make(tmp_path, "here").context()) as server:
+        question = b"say x\n" if arguments[0] == "chat" else encode_request(request_id=1, messages=["say x"])
+        done = zl(*arguments, server.address.replace("tls:", "tcp:"), stdin=question)
+        (line,) = done.stderr.decode().splitlines()
+        assert line.endswith(server.address)
+        assert "certificate and must be called" in line if arguments[0] == "load" else "speaks TLS: use" in line
+        assert done.returncode == {"nc": 4, "ask": 1, "chat": 0, "load": 4}[arguments[0]]
+        pinged = zl("nc", server.address.replace("tls:", "tcp:"), stdin=PING)
+        assert (pinged.returncode, b"speaks TLS: use" in pinged.stderr) == (4, True)
 
 
 def test_nc_streams_what_a_slow_pipe_gives(server):
