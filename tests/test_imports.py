@@ -115,6 +115,7 @@ NEVER: dict[str, set[str]] = {
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
+    "zl.tools.printers": {"torch", "numpy", "asyncio", "socket", "zl.client", "zl.gpu"},
     "zl.tools.hold": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.session"},  # binds
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }

@@ -18,6 +18,7 @@ from tests.certificates import make
 from tests.fake_server import FakeServer
 from zl.net.codec import decode_request, encode_request, encode_tokens, pack_tokens
 from zl.net.frames import PING
+from zl.tools.netcat import exchange
 
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONUNBUFFERED": "1"}
 
@@ -164,6 +165,35 @@ def test_nc_streams_what_a_slow_pipe_gives(server):
         assert process.stdout.readline() == b"pong\n"  # while stdin is still open
         process.stdin.close()
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_nc_ends_at_once_and_quietly_when_the_server_closes_first(kind, tmp_path):
+    pair = make(tmp_path, "here")
+    with (
+        FakeServer(tls=pair.context() if kind == "tls" else None) as server,
+        subprocess.Popen([sys.executable, "-m", "zl", "nc", "--ca", pair.cert, server.address], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(encode_request(request_id=1, messages=["break"]))
+        process.stdin.flush()
+        assert process.wait(30) == 4  # while stdin is still open
+        (line,) = process.stderr.read().decode().splitlines()
+        assert line == "zl: the server closed the connection before request 1 was answered"
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_the_sender_of_nc_is_gone_when_nc_is(kind, tmp_path, capfd):
+    """Also where it has sent all, and waits for answers before it says goodbye."""
+    pair = make(tmp_path, "here")
+    (tmp_path / "frame").write_bytes(encode_request(request_id=1, messages=["break"]))
+    before = threading.active_count()
+    with FakeServer(tls=pair.context() if kind == "tls" else None) as server:
+        assert exchange(server.address, [str(tmp_path / "frame")], "text", 10, pair.cert) == 4
+        assert threading.active_count() == before + 1  # the server's
+    assert capfd.readouterr().out == "one two \n"
 
 
 def test_a_pipe_of_the_three_explains_an_answer(server):
