@@ -16,7 +16,9 @@ import pytest
 from tests.tiny_model import write_tiny
 from zl.address import TcpAddress, UnixAddress
 from zl.cli import doctor
+from zl.compiled import NO_COMPILER
 from zl.config import Settings
+from zl.gpu.native.build import no_compiler
 from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
 from zl.tools.findings import FAIL, OK, WARN
 
@@ -41,7 +43,8 @@ def test_int8_keys_and_values_are_said_or_refused():
         assert "leave kv out" in found.text
     assert doctor._choice(replace(eight, kv="auto"), some, none, None).level == WARN
     asked = doctor._choice(replace(Settings(), device="cpu", cpu_level="avx2"), some, none, None)
-    assert (asked.level, "no g++ to compile it" in asked.text) == (FAIL, True)
+    assert (asked.level, asked.text) == (FAIL, f"cpu_level is avx2, but {no_compiler()}")
+    assert doctor._compiler(None).text.startswith(NO_COMPILER)
 
 
 # --- machine ----------------------------------------------------------------------------------------------------------

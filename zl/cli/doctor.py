@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 
 from zl import __version__
+from zl.compiled import NO_COMPILER
 from zl.compiled import compiler as find_compiler
 from zl.config import Settings, load
 from zl.errors import ConfigError, ZlError
@@ -97,8 +98,7 @@ def _cpu(levels: list[str]) -> Finding:
 
 def _compiler(path: str | None) -> Finding:
     if path is None:
-        return Finding(WARN, "compiler", "no g++: torch computes instead of native code, several times slower; "
-                                         "install g++ (apt install g++)")  # fmt: skip
+        return Finding(WARN, "compiler", f"{NO_COMPILER}; until then torch computes, several times slower")
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -160,10 +160,9 @@ def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler
     if level == "auto":
         level, because = (levels[0], "the best of this CPU") if levels else ("torch", "no AVX2")
     if compiler is None and settings.cpu_level not in ("auto", "torch"):
-        return Finding(FAIL, "will use", f"cpu_level is {level}, but there is no g++ to compile it: install g++, or "
-                                         "leave cpu_level out")  # fmt: skip
+        return Finding(FAIL, "will use", f"cpu_level is {level}, but {native.no_compiler()}")
     if level != "torch" and compiler is None:
-        level, because = "torch", "no g++"
+        level, because = "torch", "no C++ compiler"
     elif level not in (*levels, "torch") and not (level == "avx512" and "avx512f" in levels):
         return Finding(FAIL, "will use", f"cpu_level is {level}, which this CPU lacks: {', '.join(levels) or 'torch'}")
     if level == "torch" and settings.kv == "int8":

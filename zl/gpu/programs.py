@@ -16,7 +16,7 @@ import numpy as np
 
 from zl.errors import DeviceError
 from zl.gpu.device import Device
-from zl.gpu.native.build import compiler, have_compiler, no_compiler, pick_level
+from zl.gpu.native.build import compiler, have_compiler, lacking, no_compiler, pick_level
 from zl.gpu.native.needs import threads_of
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
@@ -176,9 +176,8 @@ def open_engine(
         if level == "torch":
             say(f"program: torch, eager{note}, {n_threads} threads: as asked")
         else:
-            lacking = "no C++ compiler found, install g++" if compiler() is None else "this CPU has no AVX2"
             log.warning("program: torch, eager%s, %d threads, several times slower than the native one: %s",
-                        note, n_threads, lacking)  # fmt: skip
+                        note, n_threads, lacking())  # fmt: skip
         torch.set_num_threads(n_threads)
     loaded = load_weights(weights, _torch_dtype(dtype), progress)
     return TorchStep(
