@@ -34,6 +34,7 @@ NEVER: dict[str, set[str]] = {
     "zl.span_search": {"torch", "numpy", "asyncio", "zl.errors", "zl.journal", "zl.net"},
     "zl.audit": {"torch", "asyncio", "zl.gpu", "zl.net"},
     "zl.config": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
+    "zl.config_sources": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.config", "zl.readers", "zl.shapes"},
     "zl.exposure": {"torch", "numpy", "asyncio", "socket", "zl.net", "zl.gpu"},
     "zl.compiled": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.download": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
