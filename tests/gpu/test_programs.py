@@ -163,7 +163,7 @@ def test_without_triton_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith(("zl.gpu.kernels.", "zl.gpu.cuda_step"))]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(DeviceError, match=r"triton.*zl\[cuda\]"):
+    with pytest.raises(DeviceError, match=r"triton.*in a clone of zl, pip install '\.\[cuda\]'"):
         opened("bfloat16")
 
 

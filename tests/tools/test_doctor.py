@@ -28,6 +28,13 @@ def write(path, text: str) -> None:
     path.write_text(text)
 
 
+def test_a_gpu_without_its_packages_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda _: "")
+    found = doctor._gpu(doctor_gpu.Gpu(1, "", "13.0", "a GPU"), replace(Settings(), device="cuda"))
+    assert found.level == FAIL
+    assert found.text.endswith("not usable: missing cuda-python, triton; in a clone of zl, pip install '.[cuda]'")
+
+
 def test_int8_keys_and_values_are_said_or_refused():
     none, some = doctor_gpu.Gpu(0, "no driver"), ["amx", "avx2"]
     eight = replace(Settings(), kv="int8", device="cpu")

@@ -12,7 +12,7 @@ from zl import __version__
 from zl.compiled import NO_COMPILER
 from zl.compiled import compiler as find_compiler
 from zl.config import Settings, load
-from zl.errors import ConfigError, ZlError
+from zl.errors import INSTALL_CUDA, ConfigError, ZlError
 from zl.gpu.native import build as native
 from zl.pull import MODELS, cache_folder, locate
 from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
@@ -84,7 +84,8 @@ def _packages() -> Iterator[Finding]:
     wanted = ("torch", "numpy", "uvloop", "protobuf", "tokenizers")
     missing = [package for package in wanted if not _version(package)]
     if missing:
-        yield Finding(FAIL, "packages", f"missing: {', '.join(missing)}; run make install, or pip install zl")
+        lacking = ", ".join(missing)
+        yield Finding(FAIL, "packages", f"missing: {lacking}; in a clone of zl, run make install, or pip install .")
     else:
         yield Finding(OK, "packages", ", ".join(f"{package} {_version(package)}" for package in wanted))
 
@@ -115,7 +116,7 @@ def _gpu(gpu: doctor_gpu.Gpu, settings: Settings) -> Finding:
     lacking = _cuda_lacking()
     if lacking:
         level = FAIL if settings.device == "cuda" else WARN
-        return Finding(level, "gpu", f"{text}; not usable: {lacking}; pip install 'zl[cuda]'")
+        return Finding(level, "gpu", f"{text}; not usable: {lacking}; {INSTALL_CUDA}")
     return Finding(OK, "gpu", text)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from zl.errors import DeviceError
+from zl.errors import INSTALL_CUDA, DeviceError
 from zl.gpu.device import Device
 from zl.gpu.native.build import compiler, have_compiler, lacking, no_compiler, pick_level
 from zl.gpu.native.needs import threads_of
@@ -203,8 +203,7 @@ def _open_cuda(
         from zl.gpu.cuda_step import CudaStep  # here: it brings triton, which the CPU path never loads
     except ImportError as missing:
         raise DeviceError(
-            f"the CUDA program needs triton ({missing}); install the extra: pip install 'zl[cuda]', or serve with "
-            "--device cpu",
+            f"the CUDA program needs triton ({missing}); {INSTALL_CUDA}, or serve with --device cpu",
             call="import",
             lasting=True,
         ) from missing
