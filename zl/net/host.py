@@ -66,7 +66,10 @@ class Application(Protocol):
         """Take a checked request; a RequestError refuses it."""
 
     def refused(self, conn: Answers, request: Request, code: Code) -> None:
-        """Learn of a request, of any operation, that the conversation refused by itself: it never came to `submit`."""
+        """Learn of a request, of any operation, that the conversation refused by itself: it never came to `submit`.
+
+        Nothing of the request may be kept.
+        """
 
     def cancel(self, conn: Answers, request_id: int) -> None:
         """End a request in flight with CANCELLED."""
