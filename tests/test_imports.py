@@ -36,6 +36,7 @@ NEVER: dict[str, set[str]] = {
     "zl.span_search": {"torch", "numpy", "asyncio", "zl.errors", "zl.journal", "zl.net"},
     "zl.audit": {"torch", "asyncio", "zl.gpu", "zl.net"},
     "zl.config": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
+    "zl.config_sources": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.config", "zl.readers", "zl.shapes"},
     "zl.exposure": {"torch", "numpy", "asyncio", "socket", "zl.net", "zl.gpu"},
     "zl.compiled": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.download": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
@@ -117,6 +118,7 @@ NEVER: dict[str, set[str]] = {
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
+    "zl.tools.printers": {"torch", "numpy", "asyncio", "socket", "zl.client", "zl.gpu"},
     "zl.tools.hold": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.session"},  # binds
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }

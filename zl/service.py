@@ -139,11 +139,16 @@ class Service:
             self.counters.refused += 1
             refusal.request_id = request.request_id
             if self.access is not None:
-                self.access.refused(conn, request, refusal)
+                self.access.refused(conn, request, refusal.code)
             raise
         self._jobs.setdefault(conn, {})[job.request_id] = job
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
+
+    def refused(self, conn: Any, request: codec.Request, code: Code) -> None:
+        """Log a request that the rules of its conversation refused: it never came to `submit`."""
+        if self.access is not None:
+            self.access.refused(conn, request, code)
 
     def cancel(self, conn: Any, request_id: int) -> None:
         """End a request with CANCELLED; an unknown id is ignored (WIRE.md, rule 4)."""

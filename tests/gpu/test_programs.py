@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_step import SHAPE, SHAPES, make_tensors
-from zl.config import load
-from zl.errors import DeviceError
+from zl.builder import level_for
+from zl.config import Settings, load
+from zl.errors import ConfigError, DeviceError
 from zl.gpu.cuda_guard import CudaGuard
 from zl.gpu.cuda_step import CudaStep
 from zl.gpu.native.build import available_levels
@@ -104,6 +105,9 @@ def test_a_cpu_without_compiler_is_warned_of_and_an_explicit_level_is_refused(mo
             program_of("cpu", level)
         assert refused.value.exit_status == 2
     assert program_of("cuda", "amx") == "torch"
+    if available_levels():
+        with pytest.raises(ConfigError, match=r"no program to build: no C\+\+ compiler found; install g\+\+"):
+            level_for(Settings(), "cpu")
 
 
 def test_float32_on_cuda_takes_the_twin_and_says_so(monkeypatch):
@@ -160,7 +164,7 @@ def test_without_triton_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith(("zl.gpu.kernels.", "zl.gpu.cuda_step"))]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(DeviceError, match=r"triton.*zl\[cuda\]"):
+    with pytest.raises(DeviceError, match=r"triton.*in a clone of zl, pip install '\.\[cuda\]'"):
         opened("bfloat16")
 
 

@@ -55,6 +55,7 @@ class App:
     queue_limit: int = 10_000
     jobs: dict[Any, dict[int, Job]] = field(default_factory=dict)
     submitted: list[Request] = field(default_factory=list)
+    refusals: list[tuple[int, Code]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     closed_conns: list[Any] = field(default_factory=list)
 
@@ -68,6 +69,9 @@ class App:
         self.jobs.setdefault(conn, {})[request.request_id] = Job(request, n)
         if not self.held:
             asyncio.get_running_loop().call_soon(self.step)
+
+    def refused(self, conn: Any, request: Request, code: Code) -> None:
+        self.refusals.append((request.request_id, code))
 
     def cancel(self, conn: Any, request_id: int) -> None:
         self.cancelled.append(request_id)

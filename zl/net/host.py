@@ -69,6 +69,12 @@ class Application(Protocol):
     def submit(self, conn: Answers, request: Request) -> None:
         """Take a checked request, and with it the duty to end its lease; a RequestError refuses it."""
 
+    def refused(self, conn: Answers, request: Request, code: Code) -> None:
+        """Learn of a request, of any operation, that the conversation refused by itself: it never came to `submit`.
+
+        Nothing of the request may be kept.
+        """
+
     def cancel(self, conn: Answers, request_id: int) -> None:
         """End a request in flight with CANCELLED."""
 

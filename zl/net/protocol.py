@@ -314,8 +314,10 @@ class Connection(asyncio.BufferedProtocol):
                     except BaseException:  # a bug: the connection will be lost, the berth must not
                         request.give_back()
                         raise
-                case Send(data, code):
+                case Send(data, code, refused):
                     self._counters.errors[code] += 1
+                    if refused is not None:
+                        self._app.refused(self, refused, code)
                     self._put(data)
                     self._flush_soon()
                 case Pong():
