@@ -15,7 +15,7 @@ from zl.gpu.loop import StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
 from zl.health import Health
 from zl.measures import Moment
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
 from zl.policy import Policy
@@ -316,7 +316,7 @@ def test_the_quick_look_at_token_ids_agrees_with_the_one_that_names_the_culprit(
         })[4:]
     )  # fmt: skip
     try:
-        codec.check_tokens(request, 7)
+        rules.check_tokens(request, 7)
     except RequestError:
         assert not _known(request, 7)
     else:

@@ -25,7 +25,7 @@ from zl.errors import Code, Finish, PeerError, RequestError
 from zl.health import Health, Phase
 from zl.ids import Ids
 from zl.measures import Landing, Measures
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.messages import Content
 from zl.policy import Policy
 from zl.rows import Job
@@ -269,7 +269,7 @@ class Service:
         ruling = self.policy.rule(request)
         tokens = request.encoding == codec.Encoding.TOKENS
         if tokens and not _known(request, self._vocab_size):
-            codec.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
+            rules.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
         budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
         job = Job(
             conn=conn,

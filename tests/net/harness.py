@@ -19,7 +19,7 @@ import uvloop
 from zl.address import TcpAddress, UnixAddress
 from zl.errors import Code, Finish, RequestError
 from zl.gpu.arena import Arena
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.codec import Request, Response, ServerInfo, Usage
 from zl.net.frames import PING, FrameDecoder, FrameEvent, Payload, Ping
 from zl.net.host import Limits
@@ -62,8 +62,8 @@ class App:
     def submit(self, conn: Any, request: Request) -> None:
         if sum(map(len, self.jobs.values())) >= self.queue_limit:
             raise RequestError(Code.OVERLOADED, "no place left", retry_after_ms=20)
-        codec.check_request(request)  # the number of turns is the application's matter
-        codec.check_tokens(request, VOCAB)
+        rules.check_request(request)  # the number of turns is the application's matter
+        rules.check_tokens(request, VOCAB)
         self.submitted.append(request)
         n = min(request.max_tokens or 256, self.n_tokens)
         self.jobs.setdefault(conn, {})[request.request_id] = Job(request, n)

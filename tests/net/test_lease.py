@@ -11,7 +11,7 @@ import pytest
 
 from tests.net.harness import VOCAB, App, run, serving
 from zl.errors import Code, InvariantError, RequestError
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.frames import Payload
 from zl.net.native.library import open_code
 
@@ -162,4 +162,4 @@ def test_a_copied_out_request_is_the_same_request():
     assert not found.in_berth
     assert found == codec.decode_request(payload)
     with pytest.raises(RequestError):
-        codec.check_tokens(found, VOCAB - 1)
+        rules.check_tokens(found, VOCAB - 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from zl.errors import Code, FrameError, InvariantError, PeerError, RequestError
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.messages import Operation, Request
 
 
@@ -274,7 +274,7 @@ class Session:
             return [_refusal(_duplicate(request), request)]
         if not checked:
             try:
-                codec.check_request(request, max_messages=None)
+                rules.check_request(request, max_messages=None)
             except RequestError as error:
                 return [_refusal(error, request)]
         self._in_flight.add(request.request_id)
