@@ -135,7 +135,7 @@ class Settings:
     context_tokens: int = _count("limits", 0, 2**20, shapes.CONTEXT_TOKENS, "token budget of the context field")
     step_tokens: int = _count("limits", 2, 2**16, 512, "most tokens computed in one step")
     max_queue: int = _count("limits", 0, 2**20, 1_024, "requests that may wait for a row")
-    berths: int = _count("limits", 1, 2**16, 256, "frames that may be in the arena at once")
+    berths: int = _count("limits", 1, 2**16, 256, "frames in the arena at once, those of waiting token ids included")
     max_frame: int = _setting(shapes.MAX_FRAME, _MAX_FRAME)
     frame_timeout_s: float = _period("limits", 0.05, 3_600, 10.0, "time in which a begun frame must be complete")
 
