@@ -63,6 +63,7 @@ NEVER: dict[str, set[str]] = {
     "zl.pages": {"torch", "asyncio", "zl.net"},
     "zl.dispatch": {"torch", "asyncio", "zl.net", "zl.gpu"},
     "zl.emit": {"torch", "asyncio", "zl.gpu", "zl.dispatch", "zl.net.protocol"},
+    "zl.admission": {"torch", "asyncio", "zl.gpu", "zl.net.protocol"},
     "zl.service": {"torch", "asyncio", "zl.gpu", "zl.net.protocol"},
     "zl.gpu": {"zl.net", "zl.dispatch", "asyncio"},
     "zl.gpu.cuda": {"asyncio", "zl.net"},

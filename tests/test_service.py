@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zl.admission import Admission, known
 from zl.dispatch import Dispatcher, Limits
 from zl.errors import Code, Finish, RequestError
 from zl.gpu.loop import StepResult
@@ -20,7 +21,7 @@ from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
 from zl.policy import Policy
 from zl.rows import Rows
-from zl.service import LONG_PROMPT_BYTES, Service, _known
+from zl.service import LONG_PROMPT_BYTES, Service
 from zl.shapes import Shapes
 from zl.text.outline import LITERAL, Outline, Span
 from zl.text.prompt import Prompt
@@ -88,7 +89,10 @@ class Bench:
             SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
         )
         self.service = Service(
-            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+            admission=Admission(
+                prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+                dispatcher=self.dispatcher,
+            ),
             dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
             engine_nudge=self._nudge, offload=lambda work, then: self.building.append((work, then)),
@@ -318,9 +322,9 @@ def test_the_quick_look_at_token_ids_agrees_with_the_one_that_names_the_culprit(
     try:
         rules.check_tokens(request, 7)
     except RequestError:
-        assert not _known(request, 7)
+        assert not known(request, 7)
     else:
-        assert _known(request, 7)
+        assert known(request, 7)
 
 
 LONG = b"w" * (LONG_PROMPT_BYTES + 1)
@@ -381,7 +385,7 @@ def test_a_prompt_that_is_refused_late_ends_with_its_error():
     def refuse(*_):
         raise RequestError(Code.LIMIT_EXCEEDED, "messages[0]: too long", field="messages[0]")
 
-    bench.service._prompts.build = refuse
+    bench.service._admission._prompts.build = refuse
     bench.ask(conn, 7, text=LONG)
     assert not conn.frames
     bench.build_prompts()
@@ -397,7 +401,7 @@ def test_a_fault_while_building_ends_the_request(caplog):
     def fail(*_):
         raise KeyError("oops")
 
-    bench.service._prompts.build = fail
+    bench.service._admission._prompts.build = fail
     bench.ask(conn, 7, text=LONG)
     bench.build_prompts()
     assert conn.last.error.code == Code.INTERNAL

@@ -20,6 +20,7 @@ import numpy as np
 import zl
 from zl import facts, warm
 from zl.access import Access
+from zl.admission import Admission, Built
 from zl.audit import Audit
 from zl.build import Build
 from zl.config import Settings
@@ -51,7 +52,7 @@ from zl.ops.watchdog import Watchdog
 from zl.pages import PageBooks
 from zl.phases import Phases
 from zl.rows import Rows
-from zl.service import Built, Service
+from zl.service import Service
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -128,10 +129,10 @@ class Server:
         self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         wire = code_if_possible(log.info)
         self.service = Service(
-            prompts=build.prompts,
-            tokens=build.tokens,
-            vocab_size=build.text.vocab_size,
-            policy=build.policy,
+            admission=Admission(
+                prompts=build.prompts, tokens=build.tokens, vocab_size=build.text.vocab_size, policy=build.policy,
+                dispatcher=self.dispatcher, arena=columns.arena,
+            ),
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
@@ -140,8 +141,7 @@ class Server:
             health=self.health,
             clock=time.monotonic,
             encode_token=wire.encode_token,
-            arena=columns.arena,
-        )
+        )  # fmt: skip
         self.net = Net(
             loop=loop,
             app=self.service,

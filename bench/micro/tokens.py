@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from zl.admission import known
 from zl.gpu.arena import Arena
 from zl.gpu.pinned import RowColumns
 from zl.gpu.weights import open_model
@@ -23,7 +24,6 @@ from zl.ids import Ids
 from zl.net import codec
 from zl.net.native.library import open_code
 from zl.pull import locate
-from zl.service import _known
 from zl.shapes import Shapes
 from zl.text.outline import CONTEXT, placed
 from zl.text.prompt import PromptBuilder
@@ -63,7 +63,7 @@ def measure(prompts: PromptBuilder, vocab: int, n_tokens: int) -> dict[str, floa
     def whole() -> None:
         found = decode(view)
         assert found is not None
-        _known(found, vocab)
+        known(found, vocab)
         made = prompts.outline(0, [len(found.messages[0]) // 4], 0)
         fields = {0: found.system, 1: found.messages[0], CONTEXT: found.context}
         there = placed(made, fields, lease, columns.arena)
@@ -76,7 +76,7 @@ def measure(prompts: PromptBuilder, vocab: int, n_tokens: int) -> dict[str, floa
 
     return {
         "fields out of the berth (native)": best_us(lambda: decode(view)),
-        "every id against the vocabulary": best_us(lambda: _known(request, vocab)),
+        "every id against the vocabulary": best_us(lambda: known(request, vocab)),
         "layout, by the lengths alone": best_us(lambda: prompts.outline(0, [n_tokens], 0)),
         "where the pieces lie": best_us(lambda: placed(outline, contents, lease, columns.arena)),
         "the row's columns": best_us(lambda: columns.put_prompt(3, ids.own, ids.pieces)),
