@@ -41,7 +41,7 @@ Draw prepare(const At& at, Row row, const zl_sample_stats& stats, zl_sample_scra
     const Settings& settings = at.get();
     if (settings.penalised && row.seen) {
         row.penalty = settings.penalty;
-        penalise_blocks(row, stats, s->nucleus.blocks.id);
+        penalise_blocks(row, stats, s->nucleus.blocks);
     } else {
         row.seen = nullptr;
     }
@@ -86,15 +86,16 @@ void draw(Row row, const zl_sample_stats& stats, float temperature, float top_p,
     const Draw from = with_settings(temperature, top_p, penalty, [&](auto at) { return prepare(at, row, stats, s); });
     if (from == kNothing) return;
     *flags = 0;
+    if (penalty == 1.0f) row.seen = nullptr;
     double left;
     if (from == kToken) {
         *token = s->token;
     } else if (from == kList) {
-        const Nucleus& kept = s->nucleus;
-        *token = kept.all.id[pick(kept.all, &kept.cut, zl_sample_uniform(seed, index), s->sums, &left)];
+        const Nucleus& top = s->nucleus;
+        *token = id_of(row, top, pick(top.all, &top.cut, zl_sample_uniform(seed, index), s->sums, &left));
     } else {
-        if (penalty == 1.0f) row.seen = nullptr;
-        const int b = pick(s->nucleus.blocks, nullptr, zl_sample_uniform(seed, index), s->sums, &left);
+        const List blocks = {s->nucleus.mass, nullptr, nullptr, (row.n_blocks + 63) / 64 * 64};
+        const int b = pick(blocks, nullptr, zl_sample_uniform(seed, index), s->sums, &left);
         *token = pick_within(row, b, left, s->nucleus.e);
     }
     if (stats.want_raw) *logprob = (float)((double)row.block(*token / kBlock)[*token % kBlock] - raw_max - raw_mass);
@@ -108,19 +109,21 @@ zl_sample_scratch* zl_sample_scratch_new(int vocab) {
     zl_sample_scratch* s = (zl_sample_scratch*)calloc(1, sizeof(zl_sample_scratch));
     const size_t n = ((size_t)vocab + 511) / 512 * 512 + 512;  // appended vectors and padding overrun
     const size_t blocks = (size_t)zl_sample_stat_room(vocab) + 64;
-    char* p = s ? (char*)aligned_alloc(64, (6 * n + 6 * blocks + 64) * sizeof(float) + (n / kChunk + 8) / 8 * 64) : nullptr;
+    char* p = s ? (char*)aligned_alloc(64, (5 * n + 6 * blocks + 64) * sizeof(float) + (n / kChunk + 8) / 8 * 64) : nullptr;
     if (!p) {
         free(s);
         return nullptr;
     }
-    s->nucleus.vocab = vocab;
     float* f = (float*)p;
-    int32_t* ids = (int32_t*)(f + 4 * n);
-    s->nucleus.all = {f, f + n, ids, 0};
-    s->nucleus.part = {f + 2 * n, f + 3 * n, ids + n, 0};
-    f = (float*)(ids + 2 * n);
+    Nucleus& nucleus = s->nucleus;
+    nucleus.vocab = vocab;
+    nucleus.all = {f, f + n, nullptr, 0};
+    nucleus.part = {f + 2 * n, f + 3 * n, (int32_t*)(f + 4 * n), 0};
+    f += 5 * n;
     s->own = {f, f + blocks, f + 2 * blocks, 0, 0};
-    s->nucleus.blocks = {f + 3 * blocks, nullptr, (int32_t*)(f + 4 * blocks), 0};
+    nucleus.mass = f + 3 * blocks;
+    nucleus.blocks = (int32_t*)(f + 4 * blocks);
+    nucleus.before = (int32_t*)(f + 5 * blocks);
     s->tail = f + 6 * blocks;
     s->sums = (double*)(s->tail + 64);
     return s;
@@ -164,6 +167,7 @@ int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float t
     if (!is_number(highest_of(stats.top, row.n_blocks))) return -1;
     const Draw from = with_settings(temperature, top_p, penalty, [&](auto at) { return prepare(at, row, stats, s); });
     if (from == kNothing) return -1;
+    if (penalty == 1.0f) row.seen = nullptr;
     int n = 0;
     if (from == kToken) {
         n = kept[s->token] = 1;
@@ -171,9 +175,8 @@ int zl_sample_kept(const float* logits, int vocab, const uint32_t* seen, float t
         const List& all = s->nucleus.all;
         const Cut cut = s->nucleus.cut;
         for (int i = 0; i < all.n; i++)
-            n += kept[all.id[i]] = all.d[i] > cut.d || (all.d[i] == cut.d && all.id[i] <= cut.id);
+            n += kept[id_of(row, s->nucleus, i)] = all.d[i] > cut.d || (all.d[i] == cut.d && i <= cut.place);
     } else {
-        if (penalty == 1.0f) row.seen = nullptr;
         for (int i = 0; i < vocab; i++) {
             float w[kBlock];
             const Block h = row.penalised(i / kBlock);

@@ -1,6 +1,6 @@
 // Sixteen float lanes for the sampler on AVX-512, AVX2 and plain C++, in an anonymous namespace: each level that
 // sample.cpp is compiled for has its own copy, and nothing of it can be shared at link time.
-// Apart from simd.hpp because it needs no instruction set, masks as bits, compaction and sums in double.
+// Apart from simd.hpp because it needs no instruction set, masks as bits, packing and sums in double.
 #pragma once
 #include <float.h>
 #include <stdint.h>
@@ -30,33 +30,6 @@ using Mask = uint32_t;  // a bit a lane
 #endif
 
 namespace {
-
-#if !defined(__AVX512F__)
-struct Ids {
-    int32_t i[16];
-};
-inline Ids ids_from(int32_t first) {
-    Ids r;
-    for (int i = 0; i < 16; i++) r.i[i] = first + i;
-    return r;
-}
-inline Ids load_ids(const int32_t* p) {
-    Ids r;
-    memcpy(r.i, p, sizeof r.i);
-    return r;
-}
-inline int append(Mask m, V w, V d, Ids id, float* to_w, float* to_d, int32_t* to_id) {
-    float from_w[16], from_d[16];
-    store(from_w, w);
-    store(from_d, d);
-    int n = 0;
-    for (; m; m &= m - 1, n++) {
-        int i = __builtin_ctz(m);
-        to_w[n] = from_w[i], to_d[n] = from_d[i], to_id[n] = id.i[i];
-    }
-    return n;
-}
-#endif
 
 inline double total(const Sum& s) {
     double f[16];

@@ -22,12 +22,13 @@ inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b
 inline Mask bits(__m256 a, __m256 b) { return (Mask)_mm256_movemask_ps(a) | (Mask)_mm256_movemask_ps(b) << 8; }
 inline Mask greater(V x, V y) { return bits(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)); }
 inline Mask equal(V x, V y) { return bits(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)); }
-inline Mask up_to(const int32_t* p, int32_t x) {
-    const __m256i top = _mm256_set1_epi32(x);
-    __m256i a = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i*)p), top);
-    __m256i b = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i*)(p + 8)), top);
-    return ~bits(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)) & 0xffff;
+template <int Compare>
+inline V masked(V d, V edge, V v) {
+    return {_mm256_and_ps(_mm256_cmp_ps(d.a, edge.a, Compare), v.a), _mm256_and_ps(_mm256_cmp_ps(d.b, edge.b, Compare), v.b)};
 }
+inline V above(V d, V edge, V v) { return masked<_CMP_GT_OQ>(d, edge, v); }
+inline V not_above(V d, V edge, V v) { return masked<_CMP_NGT_UQ>(d, edge, v); }
+inline V not_below(V d, V edge, V v) { return masked<_CMP_GE_OQ>(d, edge, v); }
 inline __m256 spread(Mask m) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit));
@@ -79,6 +80,39 @@ inline void accumulate(Sum& s, V v) {
 }
 inline void lanes(const Sum& s, double* out) {
     for (int i = 0; i < 4; i++) _mm256_storeu_pd(out + 4 * i, s.q[i]);
+}
+using Ids = V;  // int32 bits
+inline Ids ids_from(int32_t first) {
+    const __m256i a = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return {_mm256_castsi256_ps(a), _mm256_castsi256_ps(_mm256_add_epi32(a, _mm256_set1_epi32(8)))};
+}
+inline Ids load_ids(const int32_t* p) {
+    return {_mm256_castsi256_ps(_mm256_loadu_si256((const __m256i*)p)),
+            _mm256_castsi256_ps(_mm256_loadu_si256((const __m256i*)(p + 8)))};
+}
+// For each eight bits, the places of those that are set; after them anything.
+struct Places {
+    uint8_t of[256][8] = {};
+    constexpr Places() {
+        for (int m = 0; m < 256; m++)
+            for (int i = 0, n = 0; i < 8; i++)
+                if (m >> i & 1) of[m][n++] = (uint8_t)i;
+    }
+};
+constexpr Places kPlaces;
+struct Taken {
+    __m256i a, b;
+    int n_a, n;
+};
+inline __m256i places(Mask m) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)kPlaces.of[m])); }
+inline Taken taken(Mask m) { return {places(m & 255), places(m >> 8), __builtin_popcount(m & 255), __builtin_popcount(m)}; }
+inline void pack(const Taken& t, V v, float* to) {
+    _mm256_storeu_ps(to, _mm256_permutevar8x32_ps(v.a, t.a));
+    _mm256_storeu_ps(to + t.n_a, _mm256_permutevar8x32_ps(v.b, t.b));
+}
+inline void pack(const Taken& t, Ids v, int32_t* to) {
+    _mm256_storeu_si256((__m256i*)to, _mm256_castps_si256(_mm256_permutevar8x32_ps(v.a, t.a)));
+    _mm256_storeu_si256((__m256i*)(to + t.n_a), _mm256_castps_si256(_mm256_permutevar8x32_ps(v.b, t.b)));
 }
 
 }  // namespace

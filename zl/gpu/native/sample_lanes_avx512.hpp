@@ -20,7 +20,10 @@ inline V fms(V a, V b, V c) { return _mm512_fmsub_ps(a, b, c); }
 inline V max(V a, V b) { return _mm512_max_ps(a, b); }
 inline Mask greater(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask equal(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-inline Mask up_to(const int32_t* p, int32_t x) { return _mm512_cmple_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(x)); }
+// v where d is above the edge (not above, not below), else 0.
+inline V above(V d, V edge, V v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(d, edge, _CMP_GT_OQ), v); }
+inline V not_above(V d, V edge, V v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(d, edge, _CMP_NGT_UQ), v); }
+inline V not_below(V d, V edge, V v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(d, edge, _CMP_GE_OQ), v); }
 inline V keep(Mask m, V v) { return _mm512_maskz_mov_ps((__mmask16)m, v); }
 // v * 2^n where n is not below kLowest, else 0; `shifted` is n + kShift.
 inline V scale(V v, V n, V shifted) {
@@ -79,12 +82,13 @@ inline Ids ids_from(int32_t first) {
     return _mm512_add_epi32(lane, _mm512_set1_epi32(first));
 }
 inline Ids load_ids(const int32_t* p) { return _mm512_loadu_si512(p); }
-// Appends the lanes of m and returns their count; writes up to sixteen elements past the end.
-inline int append(Mask m, V w, V d, Ids id, float* to_w, float* to_d, int32_t* to_id) {
-    _mm512_storeu_ps(to_w, _mm512_maskz_compress_ps((__mmask16)m, w));
-    _mm512_storeu_ps(to_d, _mm512_maskz_compress_ps((__mmask16)m, d));
-    _mm512_storeu_si512(to_id, _mm512_maskz_compress_epi32((__mmask16)m, id));
-    return __builtin_popcount(m);
-}
+// The lanes of a mask, to be stored side by side; writes up to sixteen elements past the n that count.
+struct Taken {
+    __mmask16 m;
+    int n;
+};
+inline Taken taken(Mask m) { return {(__mmask16)m, __builtin_popcount(m)}; }
+inline void pack(Taken t, V v, float* to) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(t.m, v)); }
+inline void pack(Taken t, Ids v, int32_t* to) { _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(t.m, v)); }
 
 }  // namespace

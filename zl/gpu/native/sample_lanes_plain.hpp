@@ -59,8 +59,14 @@ inline Mask greater(V a, V b) {
 inline Mask equal(V a, V b) {
     return mask([&](int i) { return a.f[i] == b.f[i]; });
 }
-inline Mask up_to(const int32_t* p, int32_t x) {
-    return mask([&](int i) { return p[i] <= x; });
+inline V above(V d, V edge, V v) {
+    return each([&](int i) { return d.f[i] > edge.f[i] ? v.f[i] : 0.0f; });
+}
+inline V not_above(V d, V edge, V v) {
+    return each([&](int i) { return d.f[i] > edge.f[i] ? 0.0f : v.f[i]; });
+}
+inline V not_below(V d, V edge, V v) {
+    return each([&](int i) { return d.f[i] >= edge.f[i] ? v.f[i] : 0.0f; });
 }
 inline V keep(Mask m, V v) {
     return each([&](int i) { return m >> i & 1 ? v.f[i] : 0.0f; });
@@ -106,5 +112,29 @@ inline void accumulate(Sum& s, V v) {
     for (int i = 0; i < 16; i++) s.f[i] += v.f[i];
 }
 inline void lanes(const Sum& s, double* out) { memcpy(out, s.f, sizeof s.f); }
+struct Ids {
+    int32_t i[16];
+};
+inline Ids ids_from(int32_t first) {
+    Ids r;
+    for (int i = 0; i < 16; i++) r.i[i] = first + i;
+    return r;
+}
+inline Ids load_ids(const int32_t* p) {
+    Ids r;
+    memcpy(r.i, p, sizeof r.i);
+    return r;
+}
+struct Taken {
+    Mask m;
+    int n;
+};
+inline Taken taken(Mask m) { return {m, __builtin_popcount(m)}; }
+inline void pack(Taken t, const V& v, float* to) {
+    for (Mask m = t.m; m; m &= m - 1) *to++ = v.f[__builtin_ctz(m)];
+}
+inline void pack(Taken t, const Ids& v, int32_t* to) {
+    for (Mask m = t.m; m; m &= m - 1) *to++ = v.i[__builtin_ctz(m)];
+}
 
 }  // namespace

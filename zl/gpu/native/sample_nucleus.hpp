@@ -9,20 +9,23 @@ namespace {
 // What the search works with; its arrays are the scratch's.
 struct Nucleus {
     int vocab;
-    Exponent e;
+    float* mass;      // every block's, to a whole group of four vectors
+    int32_t* blocks;  // those of interest, in order
+    int32_t* before;  // how many candidates come before each
     List all, part;
-    List blocks;  // w: every block's mass; id: those of interest
+    // Of the row at hand.
+    Exponent e;
+    float floor;  // candidates are above
+    int n_blocks;
     Cut cut;
 };
 
 // Every block's mass. The sum of them, in floats, is good enough to choose by.
 float weigh_blocks(const Row& row, const zl_sample_stats& stats, Nucleus* s) {
-    List& blocks = s->blocks;
     V sum = set1(0);
-    blocks.n = (row.n_blocks + 63) / 64 * 64;
-    for (int b = 0; b < blocks.n; b += 16) {
+    for (int b = 0; b < (row.n_blocks + 63) / 64 * 64; b += 16) {
         const V w = mul(weight(sub(load(stats.top + b), set1(s->e.max)), s->e), load(stats.sum + b));
-        store(blocks.w + b, w);
+        store(s->mass + b, w);
         sum = add(sum, w);
     }
     return sum_of(sum);
@@ -34,11 +37,10 @@ int choose_floor(const Row& row, const zl_sample_stats& stats, const Settings& a
     int n_above[kFloors] = {};
     for (V& v : below) v = set1(0);
     for (int b = 0; b < row.n_blocks; b += 16) {
-        const V d = sub(load(stats.top + b), set1(s->e.max)), w = load(s->blocks.w + b);
+        const V d = sub(load(stats.top + b), set1(s->e.max)), w = load(s->mass + b);
         for (int j = 0; j < kFloors; j++) {
-            const Mask m = greater(d, set1(at.floor[j]));
-            below[j] = add(below[j], keep(~m, w));
-            n_above[j] += __builtin_popcount(m);
+            below[j] = add(below[j], not_above(d, set1(at.floor[j]), w));
+            n_above[j] += __builtin_popcount(greater(d, set1(at.floor[j])));
         }
     }
     int j = 0;
@@ -51,36 +53,59 @@ int choose_floor(const Row& row, const zl_sample_stats& stats, const Settings& a
 }
 
 // Lists the tokens above max + floor and returns the mass of all others.
-double list_above(const Row& row, const zl_sample_stats& stats, float floor, Nucleus* s) {
+double list_above(const Row& whole, const zl_sample_stats& stats, float floor, Nucleus* s) {
+    // Copies: the compiler cannot know that writing a list leaves them alone.
+    const Row row = whole;
     const Exponent e = s->e;
     const V edge = set1(floor);
-    int32_t* ids = s->blocks.id;
-    List all = s->all;  // a copy: the compiler cannot know that appending leaves the list's pointers alone
+    int32_t *ids = s->blocks, *before = s->before;
+    float *to_w = s->all.w, *to_d = s->all.d;
     Sum below;
-    int n = 0;
+    int n = 0, n_listed = 0;
     for (int b = 0; b < row.n_blocks; b += 16) {
-        Mask m = greater(sub(load(stats.top + b), set1(e.max)), edge);
-        accumulate(below, keep(~m, load(s->blocks.w + b)));
-        for (; m; m &= m - 1) {
+        const V d = sub(load(stats.top + b), set1(e.max));
+        accumulate(below, not_above(d, edge, load(s->mass + b)));
+        for (Mask m = greater(d, edge); m; m &= m - 1) {
             if (n < kAhead) row.request(b + __builtin_ctz(m));
             ids[n++] = b + __builtin_ctz(m);
         }
     }
-    all.n = 0;
     for (int i = 0; i < n; i++) {
         const int b = ids[i];
         if (i + kAhead < n) row.request(ids[i + kAhead]);
+        before[i] = n_listed;
         const Block h = row.penalised(b);
         const V d_lo = sub(h.lo, set1(e.max)), d_hi = sub(h.hi, set1(e.max));
         const V w_lo = weight(d_lo, e), w_hi = weight(d_hi, e);
-        const Mask lo = greater(d_lo, edge), hi = greater(d_hi, edge);
-        if (lo) add_to(all, lo, w_lo, d_lo, ids_from(b * kBlock));
-        if (hi) add_to(all, hi, w_hi, d_hi, ids_from(b * kBlock + 16));
-        accumulate(below, add(keep(~lo, w_lo), keep(~hi, w_hi)));
+        const Taken lo = taken(greater(d_lo, edge)), hi = taken(greater(d_hi, edge));
+        pack(lo, w_lo, to_w + n_listed), pack(lo, d_lo, to_d + n_listed);
+        n_listed += lo.n;
+        pack(hi, w_hi, to_w + n_listed), pack(hi, d_hi, to_d + n_listed);
+        n_listed += hi.n;
+        accumulate(below, add(not_above(d_lo, edge, w_lo), not_above(d_hi, edge, w_hi)));
     }
-    pad(all);
-    s->all.n = all.n;
+    s->floor = floor, s->n_blocks = n, s->all.n = n_listed;
+    pad(s->all);
     return total(below);
+}
+
+// Which of a block's 32 tokens are candidates.
+inline Mask candidates(const Row& row, int b, const Nucleus& s) {
+    const Block h = row.penalised(b);
+    const V edge = set1(s.floor), max = set1(s.e.max);
+    return greater(sub(h.lo, max), edge) | greater(sub(h.hi, max), edge) << 16;
+}
+
+// The id of the candidate at a place of the list.
+int32_t id_of(const Row& row, const Nucleus& s, int place) {
+    int i = 0;
+    for (int end = s.n_blocks; end - i > 1;) {
+        const int middle = (i + end) / 2;
+        (s.before[middle] <= place ? i : end) = middle;
+    }
+    Mask m = candidates(row, s.blocks[i], s);
+    for (int n = place - s.before[i]; n; n--) m &= m - 1;
+    return s.blocks[i] * kBlock + __builtin_ctz(m);
 }
 
 // Finds top-p's cut in a list of candidates.

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int kAhead = 16;  // blocks of a list that are requested in advance: logits come from the last cache
+constexpr int kAhead = 24;  // blocks of a list that are requested in advance: logits come from the last cache
 
 // A row as whole blocks: all but the last one in place, the last one padded with -inf where it is partial.
 struct Row {
