@@ -15,13 +15,14 @@ from zl.gpu.loop import StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
 from zl.health import Health
 from zl.measures import Moment
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
 from zl.policy import Policy
 from zl.rows import Rows
 from zl.service import LONG_PROMPT_BYTES, Service, _known
 from zl.shapes import Shapes
+from zl.text.outline import LITERAL, Outline, Span
 from zl.text.prompt import Prompt
 
 SHAPES = Shapes(max_rows=2, max_model_len=128, max_tokens=32, default_tokens=8)
@@ -56,9 +57,14 @@ class Conn:
 
 
 class Prompts:
-    def build(self, system, messages, context, tokens, max_prompt_tokens):
+    def build(self, system, messages, context, max_prompt_tokens):
         ids = list(range(len(messages[-1])))[:max_prompt_tokens]
         return Prompt(ids, 0, len(messages[-1]) > max_prompt_tokens)
+
+    def outline(self, system, messages, context, max_prompt_tokens):
+        n = min(messages[-1], max_prompt_tokens)
+        spans = [Span(LITERAL, 0, 2), Span(len(messages), 0, n)]
+        return Outline(np.array([1, 2], np.int32), spans, 2 + n, 0, n < messages[-1])
 
 
 class Table:
@@ -310,7 +316,7 @@ def test_the_quick_look_at_token_ids_agrees_with_the_one_that_names_the_culprit(
         })[4:]
     )  # fmt: skip
     try:
-        codec.check_tokens(request, 7)
+        rules.check_tokens(request, 7)
     except RequestError:
         assert not _known(request, 7)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,20 +23,25 @@ from zl.dispatch import DispatchCounters, Dispatcher
 from zl.emit import EmitCounters, Emitter
 from zl.errors import Code, Finish, PeerError, RequestError
 from zl.health import Health, Phase
+from zl.ids import Ids
 from zl.measures import Landing, Measures
-from zl.net import codec
+from zl.net import codec, rules
+from zl.net.messages import Content
 from zl.policy import Policy
 from zl.rows import Job
 from zl.sampling import profiles
+from zl.shapes import TOKEN_BYTES
 from zl.text.detok import TextStream, TokenTable
-from zl.text.prompt import Prompt, PromptBuilder
+from zl.text.outline import CONTEXT, placed
+from zl.text.prompt import PromptBuilder
+from zl.text.template import SYSTEM
 
 log = logging.getLogger("zl")
 
 LONG_PROMPT_BYTES = 4_096
 """Texts above this are cut into tokens off the event loop: 5 ms of it would delay the frames of all streams."""
 
-NO_TOKENS = np.empty(0, np.int32)
+NO_IDS = Ids.of(())
 
 
 @dataclass(slots=True)
@@ -48,10 +53,18 @@ class ServiceCounters:
     disconnected: int = 0
 
 
+class Ready(NamedTuple):
+    """A prompt's ids where they lie; the rest as in text.prompt.Prompt."""
+
+    ids: Ids
+    prefix_len: int
+    truncated: bool
+
+
 class Built(NamedTuple):
     """What building a prompt off the event loop came to."""
 
-    outcome: Prompt | RequestError
+    outcome: Ready | RequestError
     spent_ns: int
 
 
@@ -64,6 +77,7 @@ class Service:
     offload       offload(work, then): run `work` on another thread, one at a time, then `then(result)` on this one;
                   `work` raises nothing
     encode_token  as codec.encode_token
+    arena         uint8 [n], the memory that leased berths lie in
     """
 
     def __init__(
@@ -81,6 +95,7 @@ class Service:
         health: Health,
         clock: Callable[[], float] = time.monotonic,
         encode_token: codec.TokenEncoder = codec.encode_token,
+        arena: np.ndarray | None = None,
     ):
         self._prompts = prompts
         self._tokens = tokens
@@ -89,6 +104,7 @@ class Service:
         self.dispatcher = dispatcher
         self.emitter = Emitter(dispatcher.rows, self._ended, encode_token)
         self._info = info
+        self._arena = arena
         self._call_at = call_at
         self._offload = offload
         self._nudge = engine_nudge
@@ -123,11 +139,16 @@ class Service:
             self.counters.refused += 1
             refusal.request_id = request.request_id
             if self.access is not None:
-                self.access.refused(conn, request, refusal)
+                self.access.refused(conn, request, refusal.code)
             raise
         self._jobs.setdefault(conn, {})[job.request_id] = job
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
+
+    def refused(self, conn: Any, request: codec.Request, code: Code) -> None:
+        """Log a request that the rules of its conversation refused: it never came to `submit`."""
+        if self.access is not None:
+            self.access.refused(conn, request, code)
 
     def cancel(self, conn: Any, request_id: int) -> None:
         """End a request with CANCELLED; an unknown id is ignored (WIRE.md, rule 4)."""
@@ -169,6 +190,7 @@ class Service:
             job = rows.job(ticket)
             if job is not None:
                 job.begun = result.before
+                job.prompt.give_back()  # gathered
                 job.constant_tokens = n_constant
                 self.dispatcher.counters.constant_tokens += n_constant
                 self.dispatcher.counters.prompt_tokens += len(job.prompt)
@@ -239,7 +261,7 @@ class Service:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _job(self, conn: Any, request: codec.Request, now: float) -> tuple[Job, Callable[[], Prompt]]:
+    def _job(self, conn: Any, request: codec.Request, now: float) -> tuple[Job, Callable[[], Ready]]:
         """Make the job of a request, and what builds its prompt; RequestError: it is refused."""
         if not self.accepting:
             raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
@@ -247,12 +269,12 @@ class Service:
         ruling = self.policy.rule(request)
         tokens = request.encoding == codec.Encoding.TOKENS
         if tokens and not _known(request, self._vocab_size):
-            codec.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
+            rules.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
         budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
         job = Job(
             conn=conn,
             request_id=request.request_id,
-            prompt=NO_TOKENS,
+            prompt=NO_IDS,
             prefix_len=0,
             max_new=max_new,
             sampling=profiles.resolve(request.type, ruling.temperature, request.top_p, request.repetition_penalty),
@@ -264,11 +286,23 @@ class Service:
             logprobs=request.logprobs,
             truncated=ruling.cut,
         )
-        return job, partial(self._prompts.build, request.system, ruling.messages, request.context, tokens, budget)
+        return job, partial(self._placed if tokens else self._encoded, request, ruling.messages, budget)
 
-    def _admit(self, job: Job, prompt: Prompt, begun_ns: int, now: float) -> None:
+    def _encoded(self, request: codec.Request, messages: Sequence[Content], budget: int) -> Ready:
+        """Build the prompt of a TEXT request; any thread."""
+        prompt = self._prompts.build(request.system, messages, request.context, budget)
+        return Ready(Ids.of(prompt.ids), prompt.prefix_len, prompt.truncated)
+
+    def _placed(self, request: codec.Request, messages: Sequence[Content], budget: int) -> Ready:
+        """Lay out the prompt of a TOKENS request, whose ids stay where they are."""
+        contents = {SYSTEM: request.system, **dict(enumerate(messages, 1)), CONTEXT: request.context}
+        sizes = {slot: len(packed) // TOKEN_BYTES for slot, packed in contents.items()}
+        outline = self._prompts.outline(sizes[SYSTEM], [*sizes.values()][1:-1], sizes[CONTEXT], budget)
+        return Ready(placed(outline, contents, request.lease, self._arena), outline.prefix_len, outline.truncated)
+
+    def _admit(self, job: Job, prompt: Ready, begun_ns: int, now: float) -> None:
         """Queue a job that has its prompt; `begun_ns`: since when this thread works on it."""
-        job.prompt = np.array(prompt.ids, np.int32)
+        job.prompt = prompt.ids
         job.prefix_len = prompt.prefix_len
         job.truncated |= prompt.truncated
         admit_ns = time.perf_counter_ns()
@@ -331,7 +365,7 @@ class Service:
 def _known(request: codec.Request, vocab_size: int) -> bool:
     """Tell whether every packed id is of the vocabulary: one pass in C, for 4,000 ids would take 0.2 ms in Python."""
     for packed in (request.system, request.context, *request.messages):
-        if len(packed) % codec.TOKEN_BYTES:
+        if len(packed) % TOKEN_BYTES:
             return False
         # As unsigned numbers the negative ids are the largest.
         if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
@@ -345,10 +379,10 @@ def _text_bytes(request: codec.Request) -> int:
     return len(request.system) + len(request.context) + sum(map(len, request.messages))
 
 
-def _built(build: Callable[[], Prompt]) -> Built:
+def _built(build: Callable[[], Ready]) -> Built:
     begun = time.perf_counter_ns()
     try:
-        outcome: Prompt | RequestError = build()
+        outcome: Ready | RequestError = build()
     except RequestError as refusal:
         outcome = refusal
     except Exception as failure:  # a fault of ours must end the request, not leave it hanging

@@ -28,7 +28,7 @@ from zl.gpu.loop import StepResult
 from zl.gpu.pinned import RowColumns
 from zl.gpu.weights import open_model
 from zl.health import Health
-from zl.net import codec, schema_pb2
+from zl.net import codec, rules, schema_pb2
 from zl.net.native.library import open_code
 from zl.pages import PageBooks
 from zl.policy import Policy
@@ -98,7 +98,7 @@ class Glue:
 
     def parse_by_codec(self) -> None:
         """Payload to checked request, without native code: what is not an ordinary valid request."""
-        codec.check_request(codec.decode_request(self.payload))
+        rules.check_request(codec.decode_request(self.payload))
 
     def parse_bytes_only(self) -> None:
         """Payload to message object, fields not read."""
