@@ -153,14 +153,14 @@ async def run(args: argparse.Namespace) -> Outcome:
             environ={},
         )  # fmt: skip
         build = prepare(settings, args.model, lambda _: None)
-        engine, columns, slots, run_ahead = open_build(build, print)
-        server = Server(build, engine, columns, slots, run_ahead)
+        opened = open_build(build, print)
+        server = Server(build, opened)
         try:
             await server.start(bind_all([parse_address(address)]), None, Phases())
             warm = max(2 * args.rows, args.requests // 5)
             tracemalloc.start()
             await drive(address, warm, 1, args.rows)
-            before, places = alive(), dict(buffers(server, columns, slots))
+            before, places = alive(), dict(buffers(server, opened.columns, opened.slots))
             outcome = Outcome(args.requests, 0, {}, [], [sample(0)])
             for part in range(args.parts):
                 n = args.requests // args.parts
@@ -171,7 +171,7 @@ async def run(args: argparse.Namespace) -> Outcome:
                 await asyncio.sleep(0.01)
             after = alive()
             outcome.lasting = {name: after[name] - before[name] for name in WATCHED}
-            outcome.moved = [name for name, at in buffers(server, columns, slots) if places[name] != at]
+            outcome.moved = [name for name, at in buffers(server, opened.columns, opened.slots) if places[name] != at]
             return outcome
         finally:
             tracemalloc.stop()

@@ -169,6 +169,7 @@ def run_program(report: Any, device: Any, shape: ModelShape) -> None:
     report.time(shape.name, "start", text, **figures)
     prompt, new = (34, 2) if dry else (100, 8)
     proofs.mapped_output(report, rig)
+    proofs.berths(report, rig, prompt, new)
     if shape.name == "tiny":
         proofs.equals_twin(report, rig, 12, 2)
     proofs.capture_equals_eager(report, rig, prompt, new)

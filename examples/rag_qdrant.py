@@ -4,7 +4,7 @@ Qdrant's client runs in local mode, inside this process: no server. The vectors 
 the example needs no embedding model; put yours into `embed`. The context has one length whatever was found, which
 keeps the prompt's length, and with it the time to the first token, the same for every question.
 
-    pip install 'zl[examples]'
+    pip install '.[examples]'
     python examples/rag_qdrant.py "When is the museum open?"
     python examples/rag_qdrant.py --notes notes.txt "What did we decide on Tuesday?"
 

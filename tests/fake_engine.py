@@ -57,6 +57,7 @@ class FakeEngine:
         self.kv = np.full((self.n_pages, PAGE), POISON, np.int64)
         self.last = np.zeros(n_rows, np.int64)
         self.done = np.zeros(n_rows, bool)
+        self.prompts = np.full(self.columns.own_ids.shape, POISON, np.int32)
         self.queue: list[tuple[int, int, tuple]] = []
         self.pages: dict[int, frozenset[int]] = {}
         self.columns_read: dict[int, dict[int, tuple]] = {}
@@ -75,7 +76,10 @@ class FakeEngine:
             for row, start, n in zip(*(a.tolist() for a in plan[:3]), strict=True)
         )
         self.pages[self.seq] = frozenset(page for pages in touched for page in pages)
-        self.columns_read[self.seq] = {row: self._columns_of(row) for row in plan[0].tolist()}
+        self.columns_read[self.seq] = {
+            row: self._columns_of(row, bool(flags & FIRST))
+            for row, flags in zip(plan[0].tolist(), plan[3].tolist(), strict=True)
+        }
         self.queue.append((self.seq, slot, plan))
         self.log.append(("launch", self.seq))
         return self.seq
@@ -89,7 +93,8 @@ class FakeEngine:
             for a, b in zip((s.seg_row, s.seg_start, s.seg_len, s.seg_flags), plan, strict=True):
                 assert (a[: len(b)] == b).all(), "the plan was rewritten in flight"
             for row, seen in self.columns_read.pop(number).items():
-                assert self._columns_of(row) == seen, f"a column of row {row} was rewritten in flight"
+                begins = len(seen) > len(self._columns_of(row, False))
+                assert self._columns_of(row, begins) == seen, f"a column of row {row} was rewritten in flight"
             self._execute(s, *plan)
             del self.pages[number]
             self.queue.pop(0)
@@ -102,18 +107,32 @@ class FakeEngine:
         """Give the pages that steps in flight read or write."""
         return frozenset().union(*list(self.pages.values()))
 
-    def _columns_of(self, row: int) -> tuple:
+    def begins(self, row: int) -> bool:
+        """Tell whether a row's first step is in flight."""
+        return any(
+            r == row and flag & FIRST
+            for _, _, plan in list(self.queue)
+            for r, flag in zip(plan[0].tolist(), plan[3].tolist(), strict=True)
+        )
+
+    def _columns_of(self, row: int, begins: bool) -> tuple:
         c = self.columns
-        n = int(c.prompt_len[row])
-        arrays = (c.prompt_ids[row, :n], c.page_table[row])
-        scalars = (c.max_new, c.temperature, c.top_p, c.penalty, c.seed, c.row_flags)
-        return (n, *(a.tobytes() for a in arrays), *(a[row].item() for a in scalars))
+        scalars = (c.prompt_len, c.max_new, c.temperature, c.top_p, c.penalty, c.seed, c.row_flags)
+        read = (c.page_table[row].tobytes(), *(a[row].item() for a in scalars))
+        return (*read, self._prompt_of(row).tobytes()) if begins else read
+
+    def _prompt_of(self, row: int) -> np.ndarray:
+        """Gather a prompt from where it lies: own ids, and berths that must not have changed hands."""
+        ids = np.full(self.columns.own_ids.shape[1], POISON, np.int32)
+        self.columns.gather(row, ids)
+        return ids
 
     def _execute(self, s: StepSlot, rows, starts, lens, flags) -> None:
         c = self.columns
         for i, (row, start, n, flag) in enumerate(zip(rows, starts, lens, flags, strict=True)):
             if flag & FIRST:
                 self.done[row] = False
+                self.prompts[row] = self._prompt_of(row)
             elif self.done[row]:
                 s.out_flags[i] = SKIPPED
                 continue
@@ -123,7 +142,7 @@ class FakeEngine:
                 assert page >= 0, f"row {row} writes position {pos} without a page"
                 if pos % PAGE == 0:
                     self.kv[page] = POISON
-                self.kv[page, pos % PAGE] = c.prompt_ids[row, pos] if pos < length else self.last[row]
+                self.kv[page, pos % PAGE] = self.prompts[row, pos] if pos < length else self.last[row]
             s.out_flags[i] = 0
             if flag & SAMPLE:
                 end = start + n

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 
 import pytest
@@ -9,8 +11,12 @@ import pytest
 from tests.test_service import Bench, Conn
 from zl.access import Access
 from zl.errors import Code, PeerError, RequestError
+from zl.gpu.arena import Arena
 from zl.gpu.pinned import EOS, LENGTH
 from zl.measures import PARTS
+from zl.net import codec
+from zl.net.frames import frame
+from zl.net.protocol import Net
 
 SECRET = b"my secret question"
 USAGE = ("prompt_tokens", "completion_tokens", "constant_tokens", "truncated", "queue_us", "prefill_us", "decode_us",
@@ -67,6 +73,60 @@ def test_every_end_has_its_outcome_and_one_line(logged):
     assert ended == [(4, "overloaded"), (2, "disconnected"), (3, "cancelled"), (1, "stop"), (5, "draining")]
     bench.step(retired=bench.seated[2:])
     assert bench.empty()
+
+
+@contextlib.asynccontextmanager
+async def connected(service, auth_token=None):
+    """A peer of the service over a real socket; at the end, the service has seen it go."""
+    loop = asyncio.get_running_loop()
+    with contextlib.closing(Arena(1)) as arena:
+        net = Net(loop=loop, app=service, arena=arena, auth_token=auth_token)
+        listening = await loop.create_server(net.connection, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        yield net, reader, writer
+        writer.close()
+        await writer.wait_closed()
+        listening.close()
+        while net.connections:
+            await asyncio.sleep(0.001)
+        net.close()
+
+
+def test_every_refused_request_has_one_line_whoever_refused_it(logged):
+    bench, lines = logged
+
+    def ask(request_id, **fields):
+        return codec.encode_request(**{"request_id": request_id, "messages": [SECRET], **fields})
+
+    async def main() -> None:
+        async with connected(bench.service) as (net, reader, writer):
+            writer.write(ask(1, type=2) + ask(1))
+            writer.write(ask(2, temperature=1_000.0, type=9) + ask(3, stop=[b"x"] * 5))
+            writer.write(ask(4) + ask(5) + ask(6))  # one more than the rows and places that there are
+            while sum(net.counters.errors.values()) < 4:
+                await asyncio.sleep(0.001)
+            bench.service.accepting = False
+            writer.write(ask(7) + frame(b"\x00\x01"))
+            await reader.read()  # to its end
+        async with connected(bench.service, b"the secret") as (_, reader, writer):
+            writer.write(ask(8, operation=codec.Operation.HELLO, auth_token=b"another secret", messages=[]))
+            await reader.read()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    logged_lines = lines()
+    assert [(line["request_id"], line["type"], line["outcome"]) for line in logged_lines] == [
+        (1, "CHAT", "duplicate_id"),
+        (2, "9", "bad_request"),
+        (3, "CHAT", "limit_exceeded"),
+        (6, "CHAT", "overloaded"),
+        (7, "CHAT", "draining"),
+        (1, "CREATIVE", "disconnected"),  # by the frame that is no request, which has no id and no line
+        (4, "CHAT", "disconnected"),
+        (5, "CHAT", "disconnected"),
+        (8, None, "unauthenticated"),
+    ]
+    assert {line["connection"] for line in logged_lines} == {"tcp-1"}
+    assert all(("total_us" in line) == (line["outcome"] == "disconnected") for line in logged_lines)
 
 
 def test_lines_of_what_did_not_end_well(logged):

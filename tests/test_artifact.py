@@ -87,7 +87,7 @@ def serve(settings: Settings, path: Path, asked: list[codec.Request], said: list
 
     async def main():
         found = prepare(settings, path, (said if said is not None else []).append)
-        server = Server(found, *open_build(found, lambda line: None))
+        server = Server(found, open_build(found, lambda line: None))
         try:
             await server.start([], None, Phases())
             frames = await warm.ask(server.service, asked, asyncio.Event())

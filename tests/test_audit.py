@@ -7,7 +7,6 @@ import re
 import stat
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from zl.audit import DEFAULT_PATTERNS, Audit
@@ -15,6 +14,7 @@ from zl.errors import ConfigError
 from zl.flags import EOS
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import RowColumns
+from zl.ids import Ids
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -41,7 +41,7 @@ class Kit:
 
     def job(self, request_id=7, stops=(), audited=True) -> Job:
         job = Job(
-            conn=SimpleNamespace(name="tcp-3"), request_id=request_id, prompt=np.zeros(1, np.int32), prefix_len=0,
+            conn=SimpleNamespace(name="tcp-3"), request_id=request_id, prompt=Ids.of([0]), prefix_len=0,
             max_new=99, sampling=profiles.resolve(0), seed=2**64 - 1, stream=TextStream(self.words, stops), arrived=0.0,
         )  # fmt: skip
         if audited:
@@ -169,7 +169,7 @@ def test_logprobs_are_computed_where_the_audit_needs_them_and_else_only_if_asked
     dispatcher = Dispatcher(shapes, Rows(4), PageBooks(8), columns, lambda *seat: None)
     for audited, asked in [(False, False), (False, True), (True, False)]:
         job = Job(
-            conn=None, request_id=1, prompt=np.zeros(3, np.int32), prefix_len=0, max_new=4,
+            conn=None, request_id=1, prompt=Ids.of([0] * 3), prefix_len=0, max_new=4,
             sampling=profiles.resolve(0), seed=1, stream=None, arrived=0.0,
             logprobs=asked, record=object() if audited else None,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 from zl.dispatch import MAX_PASSED, Dispatcher, Limits
 from zl.errors import Code, RequestError
 from zl.gpu.pinned import IGNORE_EOS, LOGPROBS, RowColumns
+from zl.ids import Ids
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -18,7 +19,7 @@ SHAPES = Shapes(max_rows=3, max_model_len=256, max_tokens=64, default_tokens=16)
 
 def job(n_prompt=10, max_new=8, **more) -> Job:
     fields = {
-        "conn": None, "request_id": 1, "prompt": np.arange(n_prompt, dtype=np.int32), "prefix_len": 0,
+        "conn": None, "request_id": 1, "prompt": Ids.of(range(n_prompt)), "prefix_len": 0,
         "max_new": max_new, "sampling": profiles.resolve(0, None, None, None), "seed": 5, "stream": None,
         "arrived": 0.0,
     }  # fmt: skip
@@ -30,6 +31,12 @@ def make(n_pages=30, shapes=SHAPES, **limits):
     seated = []
     dispatcher = Dispatcher(shapes, rows, pages, columns, lambda *seat: seated.append(seat), Limits(**limits))
     return dispatcher, seated, columns
+
+
+def gathered(columns, row):
+    out = np.full(columns.own_ids.shape[1], -1, np.int32)
+    columns.gather(row, out)
+    return out[: columns.prompt_len[row]].tolist()
 
 
 def free(dispatcher, a_job):
@@ -45,7 +52,7 @@ def test_columns_are_complete_before_the_engine_hears_of_the_row():
     def notify(ticket, prefix, prompt_len, program):
         row = ticket.row
         seen.update(
-            ids=columns.prompt_ids[row, :prompt_len].tolist(), table=columns.page_table[row].tolist(),
+            ids=gathered(columns, row), table=columns.page_table[row].tolist(),
             seed=int(columns.seed[row]), max_new=int(columns.max_new[row]), flags=int(columns.row_flags[row]),
             temperature=float(columns.temperature[row]),
         )  # fmt: skip

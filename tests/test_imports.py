@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SERVING = {"zl.server", "zl.process", "zl.cli"}
-ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.native", "zl.net.protocol", "zl.net.listen", "zl.net.session"}
+ASYNC_CLIENT = {"torch", "numpy", "zl.gpu", "zl.net.native", "zl.net.protocol", "zl.net.listen", "zl.net.rules",
+                "zl.net.session"}  # fmt: skip
 
 # The longest matching prefix counts. docs/design.md tells what each module is for.
 NEVER: dict[str, set[str]] = {
@@ -25,6 +26,8 @@ NEVER: dict[str, set[str]] = {
     "zl.errors": {"torch", "numpy", "asyncio"},
     "zl.flags": {"torch", "numpy", "asyncio"},
     "zl.address": {"torch", "numpy", "asyncio", "ssl"},
+    "zl.lease": {"torch", "numpy", "asyncio", "zl.net"},
+    "zl.ids": {"torch", "asyncio", "zl.net", "zl.text"},
     "zl.ports": {"torch", "numpy", "asyncio", "ssl", "zl.net", "zl.errors"},
     "zl.readers": {"torch", "numpy", "asyncio"},
     "zl.policy": {"torch", "numpy", "asyncio", "zl.net"},
@@ -34,6 +37,7 @@ NEVER: dict[str, set[str]] = {
     "zl.span_search": {"torch", "numpy", "asyncio", "zl.errors", "zl.journal", "zl.net"},
     "zl.audit": {"torch", "asyncio", "zl.gpu", "zl.net"},
     "zl.config": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
+    "zl.config_sources": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.config", "zl.readers", "zl.shapes"},
     "zl.exposure": {"torch", "numpy", "asyncio", "socket", "zl.net", "zl.gpu"},
     "zl.compiled": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
     "zl.download": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},
@@ -43,6 +47,7 @@ NEVER: dict[str, set[str]] = {
     "zl.net.messages": {"asyncio", "google", "torch", "numpy"},
     "zl.net.codec": {"asyncio", "torch", "numpy", "zl.dispatch"},
     "zl.net.native": {"asyncio", "torch", "numpy", "zl.gpu", "zl.dispatch"},
+    "zl.net.rules": {"asyncio", "torch", "numpy", "zl.dispatch"},
     "zl.net.session": {"asyncio", "torch", "numpy", "zl.dispatch"},
     "zl.net.host": {"asyncio", "torch", "zl.text", "zl.dispatch"},
     "zl.net.hangup": {"torch", "zl.text", "zl.dispatch"},
@@ -58,6 +63,7 @@ NEVER: dict[str, set[str]] = {
     "zl.pages": {"torch", "asyncio", "zl.net"},
     "zl.dispatch": {"torch", "asyncio", "zl.net", "zl.gpu"},
     "zl.emit": {"torch", "asyncio", "zl.gpu", "zl.dispatch", "zl.net.protocol"},
+    "zl.admission": {"torch", "asyncio", "zl.gpu", "zl.net.protocol"},
     "zl.service": {"torch", "asyncio", "zl.gpu", "zl.net.protocol"},
     "zl.gpu": {"zl.net", "zl.dispatch", "asyncio"},
     "zl.gpu.cuda": {"asyncio", "zl.net"},
@@ -115,6 +121,7 @@ NEVER: dict[str, set[str]] = {
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer
+    "zl.tools.printers": {"torch", "numpy", "asyncio", "socket", "zl.client", "zl.gpu"},
     "zl.tools.hold": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.session"},  # binds
     "zl.tools": {"torch", "numpy", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen", "zl.net.session"},
 }

@@ -1,15 +1,15 @@
 """zl/rows.py: the life table, epochs that expire, books that balance."""
 
-import numpy as np
 import pytest
 
 from zl.errors import InvariantError
+from zl.ids import Ids
 from zl.rows import TRANSITIONS, Event, Job, Life, Rows, Ticket
 
 
 def make_job(request_id: int = 1) -> Job:
     return Job(
-        conn=None, request_id=request_id, prompt=np.arange(3, dtype=np.int32), prefix_len=0, max_new=4,
+        conn=None, request_id=request_id, prompt=Ids.of(range(3)), prefix_len=0, max_new=4,
         sampling=None, seed=0, stream=None, arrived=0.0,
     )  # fmt: skip
 

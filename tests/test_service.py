@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zl.admission import Admission, known
 from zl.dispatch import Dispatcher, Limits
 from zl.errors import Code, Finish, RequestError
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns
 from zl.health import Health
 from zl.measures import Moment
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.frames import FrameDecoder
 from zl.pages import PageBooks
 from zl.policy import Policy
 from zl.rows import Rows
-from zl.service import LONG_PROMPT_BYTES, Service, _known
+from zl.service import LONG_PROMPT_BYTES, Service
 from zl.shapes import Shapes
+from zl.text.outline import LITERAL, Outline, Span
 from zl.text.prompt import Prompt
 
 SHAPES = Shapes(max_rows=2, max_model_len=128, max_tokens=32, default_tokens=8)
@@ -56,9 +58,14 @@ class Conn:
 
 
 class Prompts:
-    def build(self, system, messages, context, tokens, max_prompt_tokens):
+    def build(self, system, messages, context, max_prompt_tokens):
         ids = list(range(len(messages[-1])))[:max_prompt_tokens]
         return Prompt(ids, 0, len(messages[-1]) > max_prompt_tokens)
+
+    def outline(self, system, messages, context, max_prompt_tokens):
+        n = min(messages[-1], max_prompt_tokens)
+        spans = [Span(LITERAL, 0, 2), Span(len(messages), 0, n)]
+        return Outline(np.array([1, 2], np.int32), spans, 2 + n, 0, n < messages[-1])
 
 
 class Table:
@@ -82,7 +89,10 @@ class Bench:
             SHAPES, self.rows, self.pages, RowColumns(SHAPES), lambda *s: self.seated.append(s[0]), Limits(**limits)
         )
         self.service = Service(
-            prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+            admission=Admission(
+                prompts=Prompts(), tokens=Table(), vocab_size=len(HELLO), policy=Policy(SHAPES),
+                dispatcher=self.dispatcher,
+            ),
             dispatcher=self.dispatcher, info=b"",
             call_at=lambda when, function: self.timers.append((when, function)), health=Health(time.monotonic),
             engine_nudge=self._nudge, offload=lambda work, then: self.building.append((work, then)),
@@ -310,11 +320,11 @@ def test_the_quick_look_at_token_ids_agrees_with_the_one_that_names_the_culprit(
         })[4:]
     )  # fmt: skip
     try:
-        codec.check_tokens(request, 7)
+        rules.check_tokens(request, 7)
     except RequestError:
-        assert not _known(request, 7)
+        assert not known(request, 7)
     else:
-        assert _known(request, 7)
+        assert known(request, 7)
 
 
 LONG = b"w" * (LONG_PROMPT_BYTES + 1)
@@ -375,7 +385,7 @@ def test_a_prompt_that_is_refused_late_ends_with_its_error():
     def refuse(*_):
         raise RequestError(Code.LIMIT_EXCEEDED, "messages[0]: too long", field="messages[0]")
 
-    bench.service._prompts.build = refuse
+    bench.service._admission._prompts.build = refuse
     bench.ask(conn, 7, text=LONG)
     assert not conn.frames
     bench.build_prompts()
@@ -391,7 +401,7 @@ def test_a_fault_while_building_ends_the_request(caplog):
     def fail(*_):
         raise KeyError("oops")
 
-    bench.service._prompts.build = fail
+    bench.service._admission._prompts.build = fail
     bench.ask(conn, 7, text=LONG)
     bench.build_prompts()
     assert conn.last.error.code == Code.INTERNAL

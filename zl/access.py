@@ -1,4 +1,4 @@
-"""The access log: one line a finished request, with the figures of its `usage` and where its time went.
+"""The access log: one line a request, finished or refused, with the figures of its `usage` and where its time went.
 
 Never the text of a prompt or an answer. The event-loop thread puts the job into the journal's queue and is done; the
 line is made on the journal's thread.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zl.errors import Finish, PeerError
+from zl.errors import Code, Finish
 from zl.journal import Journal, Line, utc
 from zl.measures import Breakdown
 from zl.rows import Job
@@ -36,7 +36,7 @@ class _Refused(NamedTuple):
     time_ns: int
     connection: str
     request_id: int
-    type: int
+    type: int | None  # None: a HELLO or CANCEL, which has no profile
     outcome: str
 
 
@@ -50,10 +50,10 @@ class Access:
         """Take a job that has ended, at a moment of time.perf_counter_ns; nothing of it may change any more."""
         self.journal.put(_Ended(time.time_ns(), at_ns, job))
 
-    def refused(self, conn: Any, request: Request, refusal: PeerError) -> None:
+    def refused(self, conn: Any, request: Request, code: Code) -> None:
         """Take a request that became no job."""
-        code = refusal.code.name.lower()
-        self.journal.put(_Refused(time.time_ns(), conn.name, request.request_id, request.type, code))
+        kind = None if request.operation else request.type  # GENERATE is 0
+        self.journal.put(_Refused(time.time_ns(), conn.name, request.request_id, kind, code.name.lower()))
 
     def close(self) -> None:
         """Write what waits."""
@@ -61,12 +61,11 @@ class Access:
 
     def _lines(self, entry: _Ended | _Refused) -> Iterator[Line]:
         if isinstance(entry, _Refused):
-            kind = PROFILES[entry.type].name if entry.type in PROFILES else str(entry.type)
             yield {
                 "time": utc(entry.time_ns),
                 "request_id": entry.request_id,
                 "connection": entry.connection,
-                "type": kind,
+                "type": _type_name(entry.type),
                 "outcome": entry.outcome,
             }
             return
@@ -82,6 +81,12 @@ class Access:
             "total_us": _total_ns(job, entry.at_ns) // 1_000,
             "parts_us": _parts(job),
         }
+
+
+def _type_name(number: int | None) -> str | None:
+    if number is None:
+        return None
+    return PROFILES[number].name if number in PROFILES else str(number)
 
 
 def outcome_of(job: Job) -> str:

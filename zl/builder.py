@@ -173,13 +173,14 @@ def _unseen(what: str, done: int, total: int) -> None:
 
 def level_for(settings: Settings, kind: str) -> str:
     """Settle the instruction level to build for. ConfigError: none is possible, and why."""
+    from zl.gpu.native.build import lacking
     from zl.gpu.programs import program_of
 
     if kind != "cpu":
         raise ConfigError("artifacts hold programs of the CPU; on a GPU, zl serve starts from the model itself")
     level = program_of(kind, settings.cpu_level)
     if level == "torch":
-        why = "cpu_level is torch" if settings.cpu_level == "torch" else "no C++ compiler was found: install g++"
+        why = "cpu_level is torch" if settings.cpu_level == "torch" else lacking()
         raise ConfigError(f"there is no program to build: {why}")
     return level
 

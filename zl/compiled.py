@@ -18,6 +18,8 @@ from pathlib import Path
 from zl.errors import ConfigError, DeviceError, ZlError
 from zl.filehash import cache_root
 
+NO_COMPILER = "no C++ compiler found; install g++ (or set CXX)"
+
 
 def compiler() -> str | None:
     """Find the C++ compiler: `$CXX`, else g++."""
@@ -56,7 +58,7 @@ def shared_library(
         return target
     command = compiler()
     if command is None:
-        raise DeviceError(f"no C++ compiler found for {what}; install g++ (or set CXX)", call="g++", lasting=True)
+        raise DeviceError(f"{what}: {NO_COMPILER}", call="g++", lasting=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as work:

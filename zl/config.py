@@ -1,27 +1,21 @@
 """The server's settings: one frozen object, put together from defaults, a TOML file, `ZL_*` and flags, checked once.
 
 A setting has one name in all places: `max_rows` in the file, `ZL_MAX_ROWS` in the environment, `--max-rows` as a
-flag. The later source wins. Owns no state; refuses torch, asyncio and whatever serves.
+flag. The later source wins; `config_sources` reads what each says. Owns no state; refuses torch, asyncio and whatever
+serves.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zl import policy, readers, shapes
+from zl import config_sources, policy, readers, shapes
 from zl.address import default_listen
 from zl.errors import ConfigError
-
-ENV_PREFIX = "ZL_"
-OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
-"""Variables that are zl's without being a server setting."""
 
 CPU_LEVELS = ("auto", "amx", "avx512", "avx512f", "avx2", "torch")
 LOG_FORMATS = ("auto", "text", "logfmt", "json")
@@ -141,7 +135,7 @@ class Settings:
     context_tokens: int = _count("limits", 0, 2**20, shapes.CONTEXT_TOKENS, "token budget of the context field")
     step_tokens: int = _count("limits", 2, 2**16, 512, "most tokens computed in one step")
     max_queue: int = _count("limits", 0, 2**20, 1_024, "requests that may wait for a row")
-    berths: int = _count("limits", 1, 2**16, 256, "frames that may be in the arena at once")
+    berths: int = _count("limits", 1, 2**16, 256, "frames in the arena at once, those of waiting token ids included")
     max_frame: int = _setting(shapes.MAX_FRAME, _MAX_FRAME)
     frame_timeout_s: float = _period("limits", 0.05, 3_600, 10.0, "time in which a begun frame must be complete")
 
@@ -173,7 +167,7 @@ SETTINGS: tuple[Field[Any], ...] = fields(Settings)
 POLICY = tuple(each.name for each in SETTINGS if each.metadata["spec"].section == "policy")
 """The settings that decide what becomes of a request past a threshold."""
 
-_NAMES = tuple(each.name for each in SETTINGS)
+_SECTIONS = {each.name: each.metadata["spec"].section for each in SETTINGS}
 
 
 def spec_of(name: str) -> Spec:
@@ -196,8 +190,9 @@ def load(
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
     file = file or environ.get("ZL_CONFIG") or None
-    layers = [_from_file(Path(file))] if file else []
-    for layer in (*layers, _from_environ(environ), _from_flags(flags or {})):
+    layers = [config_sources.from_file(Path(file), _SECTIONS)] if file else []
+    layers += [config_sources.from_environ(environ, _SECTIONS), config_sources.from_flags(flags or {}, _SECTIONS)]
+    for layer in layers:
         for name, source, value in layer:
             given[name], sources[name] = _read(name, source, value), source
     if given.get("auth_token_file"):
@@ -218,78 +213,6 @@ def _read(name: str, source: str, value: object) -> Any:
         shown = "(hidden)" if name == "auth_token" else repr(value)
         allowed = refused.args[0] if refused.args else spec.allowed
         raise ConfigError(f"{name} = {shown} ({source}): must be {allowed}") from None
-
-
-def _from_file(path: Path) -> Iterator[tuple[str, str, object]]:
-    try:
-        text = path.read_text("utf-8")
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: {getattr(error, 'strerror', None) or error}") from error
-    sections = sorted({spec_of(name).section for name in _NAMES})
-    for section, table in tables.items():
-        if section not in sections or not isinstance(table, dict):
-            kind = "table" if isinstance(table, dict) else "key"
-            what = _misplaced(section, "") or f"unknown {kind} {section!r}{_suggest(section, sections)}"
-            raise ConfigError(f"{path}:{_line_of(text, '', section)}: {what} (tables: {', '.join(sections)})")
-        known = [name for name in _NAMES if spec_of(name).section == section]
-        for key, value in table.items():
-            where = f"{path}:{_line_of(text, section, key)}"
-            if key not in known:
-                what = _misplaced(key, section) or f"unknown key {key!r} in [{section}]{_nearest(key, known)}"
-                raise ConfigError(f"{where}: {what}")
-            yield key, where, value
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    """Suggest a name of the key's own table, else one of any, with its table."""
-    own = _suggest(key, known)
-    close = [] if own else difflib.get_close_matches(key, _NAMES, n=1)
-    return own or (f": did you mean {close[0]!r} in [{spec_of(close[0]).section}]?" if close else "")
-
-
-def _misplaced(key: str, section: str) -> str:
-    if key not in _NAMES:
-        return ""
-    return f"{key} belongs in the table [{spec_of(key).section}]" + (f", not in [{section}]" if section else "")
-
-
-def _line_of(text: str, section: str, key: str) -> int:
-    """Find the line that sets `key` in `[section]`; tomllib keeps no positions, so this reads the plain cases again."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\[?\s*[\"']?([\w.-]+)[\"']?\s*\]", line):
-            current = header[1]
-            if (not section and current.split(".")[0] == key) or current == f"{section}.{key}":
-                return number
-        elif current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]", line):
-            return number
-    return 1
-
-
-def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
-    known = {ENV_PREFIX + name.upper(): name for name in _NAMES}
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENVIRONMENT:
-            continue
-        if variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{_suggest(variable, known)}; mend or unset it")
-        yield known[variable], f"environment variable {variable}", environ[variable]
-
-
-def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
-    for name, value in flags.items():
-        if name not in _NAMES:
-            raise ConfigError(f"unknown setting {name!r}{_suggest(name, _NAMES)}")
-        if value is not None:
-            yield name, "--" + name.replace("_", "-"), value
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _fitting_defaults(given: Mapping[str, Any]) -> dict[str, int]:

@@ -159,8 +159,10 @@ class Dispatcher:
             return
         job.done = True
         if job.ticket is not None:
-            self.rows.end(job)
-        elif job in self._expected:
+            self.rows.end(job)  # a step in flight may still gather its prompt
+            return
+        job.prompt.give_back()
+        if job in self._expected:
             self._expected.remove(job)
         elif job in self._queue:
             self._queue.remove(job)
@@ -168,6 +170,7 @@ class Dispatcher:
     def retire(self, ticket: Ticket, now: float) -> None:
         """Free a row and its pages: no step that touches them is in flight any more."""
         job = self.rows.retire(ticket)
+        job.prompt.give_back()
         self._pages.give(job.pages)
         if job.prefix is not None:
             self._pages.unshare(job.prefix)
@@ -206,8 +209,8 @@ class Dispatcher:
 
     def _seat(self, job: Job, now: float) -> bool:
         n_shared = self._shareable(job)
-        key = job.prompt[:n_shared]
-        prefix = self._pages.find_prefix(key) if n_shared else None
+        key = job.prompt.head(n_shared) if n_shared else None
+        prefix = self._pages.find_prefix(key) if key is not None else None
         need = pages_for(len(job.prompt) + job.max_new)
         if prefix is not None:
             self._pages.share(prefix)  # first, so that making room cannot evict it
@@ -216,7 +219,7 @@ class Dispatcher:
                 return False
         elif need > self._pages.available():
             return False
-        elif n_shared:
+        elif key is not None:
             prefix = self._pages.new_prefix(key)
         shared = prefix.pages if prefix is not None else job.pages[:0]
         job.pages = self._pages.take(need - len(shared))
@@ -236,8 +239,7 @@ class Dispatcher:
 
     def _write_columns(self, row: int, job: Job, table: np.ndarray) -> None:
         columns = self._columns
-        columns.prompt_ids[row, : len(job.prompt)] = job.prompt
-        columns.prompt_len[row] = len(job.prompt)
+        columns.put_prompt(row, job.prompt.own, job.prompt.pieces)
         columns.max_new[row] = job.max_new
         columns.page_table[row, : len(table)] = table
         logprobs = job.logprobs or job.record is not None

@@ -35,6 +35,10 @@ class Finish(IntEnum):
     ERROR = 4
 
 
+INSTALL_CUDA = "in a clone of zl, pip install '.[cuda]'"
+"""What to do where the CUDA device lacks a package; zl is on no package index, so that its name alone is no remedy."""
+
+
 class ZlError(Exception):
     """Base of everything zl raises on purpose.
 

@@ -122,7 +122,8 @@ def plan_memory(
     else:
         wide, own, page = shapes, 0, page_bytes(model, dtype)
         words = -(-model.vocab // 32)
-        weights, buffers = twin_bytes(model, dtype), shapes.max_rows * (4 * model.vocab + 4 * words)
+        row = 4 * model.vocab + 4 * words + 4 * shapes.max_model_len
+        weights, buffers = twin_bytes(model, dtype), shapes.max_rows * row
     columns = columns_bytes(wide) + slots_bytes(wide, 2)
     left = free - weights - buffers - columns - own - RESERVE_BYTES
     least = shapes.pages_per_row * page

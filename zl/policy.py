@@ -8,7 +8,7 @@ State: the choices, frozen at start, and one counter for each. Refuses torch, nu
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ from zl.errors import Code, RequestError
 from zl.shapes import MANY_MESSAGES, MAX_MESSAGES, Shapes
 
 if TYPE_CHECKING:
-    from zl.net.messages import Request
+    from zl.net.messages import Content, Request
 
 ALLOW, CLAMP, REJECT = ACTIONS = ("allow", "clamp", "reject")
 
@@ -51,7 +51,7 @@ class Ruling(NamedTuple):
     cut          turns were dropped
     """
 
-    messages: list[bytes]
+    messages: Sequence[Content]
     temperature: float | None
     max_tokens: int
     cut: bool
@@ -102,7 +102,8 @@ class Policy:
 
         Raises  RequestError: LIMIT_EXCEEDED, naming the field
         """
-        messages, temperature, max_tokens = request.messages, request.temperature, request.max_tokens
+        messages: Sequence[Content] = request.messages
+        temperature, max_tokens = request.temperature, request.max_tokens
         cut = False
         if len(messages) > MAX_MESSAGES:
             messages = self._messages(messages)
@@ -113,7 +114,7 @@ class Policy:
             max_tokens = self._max_tokens(max_tokens)
         return Ruling(messages, temperature, max_tokens, cut)
 
-    def _messages(self, messages: list[bytes]) -> list[bytes]:
+    def _messages(self, messages: Sequence[Content]) -> Sequence[Content]:
         n_turns = len(messages)
         action = self.over("messages")
         if action != CLAMP and n_turns > self.max_messages:

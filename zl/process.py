@@ -59,18 +59,18 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         check_ports(settings)
         build = prepare(replace(settings, model=str(model)), model, log.info, phases)
         with phases("weights and KV pool"):
-            engine, columns, slots, run_ahead = open_build(build, log.info)
+            opened = open_build(build, log.info)
     except BaseException:
         _unbind(bounds)
         raise
 
     async def main() -> int:
         try:
-            with phases("arena and wiring"):
-                server = Server(build, engine, columns, slots, run_ahead, notifier)
+            with phases("wiring"):
+                server = Server(build, opened, notifier)
         except BaseException:  # a log that cannot be opened, say
             _unbind(bounds)
-            engine.close()
+            opened.engine.close()
             raise
 
         def apply(new: Settings) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zl.errors import Code, Finish, InvariantError
+from zl.ids import Ids
 from zl.measures import Breakdown, Moment
 
 
@@ -51,13 +52,13 @@ class Ticket(NamedTuple):
 class Job:
     """One request's life on the event-loop side, from admission to its last frame.
 
-    Times are seconds of the monotonic clock; `prompt` is int32 ids. What ends in _ns is what zl.measures sums up:
+    Times are seconds of the monotonic clock. What ends in _ns is what zl.measures sums up:
     `arrived_ns` a stamp at submission, the others time spent on the request, before that to read and parse its frame.
     """
 
     conn: Any  # has name, queue(frame) and finished(request_id)
     request_id: int
-    prompt: np.ndarray
+    prompt: Ids
     prefix_len: int
     max_new: int
     sampling: Any

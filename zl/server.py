@@ -13,10 +13,14 @@ import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
 
 import zl
 from zl import facts, warm
 from zl.access import Access
+from zl.admission import Admission, Built
 from zl.audit import Audit
 from zl.build import Build
 from zl.config import Settings
@@ -48,7 +52,7 @@ from zl.ops.watchdog import Watchdog
 from zl.pages import PageBooks
 from zl.phases import Phases
 from zl.rows import Rows
-from zl.service import Built, Service
+from zl.service import Service
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -66,6 +70,19 @@ CLOSE_S = FLUSH_S + STOP_S + 2 * CLOSING_S + 5.0
 """How long the service manager is to wait beyond the drain deadline."""
 
 
+class Opened(NamedTuple):
+    """An engine and the memory it shares with the event loop.
+
+    run_ahead  steps that the loop may launch before the oldest has ended
+    """
+
+    engine: Engine
+    columns: RowColumns
+    slots: list[StepSlot]
+    run_ahead: int
+    arena: Arena
+
+
 class Server:
     """One process that serves one model. `start`, then `wait`; `stop` ends it.
 
@@ -75,13 +92,11 @@ class Server:
     def __init__(
         self,
         build: Build,
-        engine: Engine,
-        columns: RowColumns,
-        slots: list[StepSlot],
-        run_ahead: int,
+        opened: Opened,
         notifier: Notifier | None = None,
     ):
         settings, shapes = build.settings, build.shapes
+        engine, columns, slots, run_ahead, self.arena = opened
         loop = asyncio.get_running_loop()
         self.build = build
         self._loop = loop
@@ -92,7 +107,6 @@ class Server:
         self._notifier = notifier or Notifier({}, 0)
         self._failure: BaseException | None = None
         self.engine = engine
-        self.arena = Arena(settings.berths, settings.max_frame, register=build.device.register)
         self.rows = Rows(shapes.max_rows)
         self.pages = PageBooks(shapes.n_pages)
         self._guard = engine if isinstance(engine, Guarded) else None
@@ -115,10 +129,10 @@ class Server:
         self._prompt_thread = ThreadPoolExecutor(1, "zl-prompt", name_this_thread, ("zl-prompt",))
         wire = code_if_possible(log.info)
         self.service = Service(
-            prompts=build.prompts,
-            tokens=build.tokens,
-            vocab_size=build.text.vocab_size,
-            policy=build.policy,
+            admission=Admission(
+                prompts=build.prompts, tokens=build.tokens, vocab_size=build.text.vocab_size, policy=build.policy,
+                dispatcher=self.dispatcher, arena=columns.arena,
+            ),
             dispatcher=self.dispatcher,
             info=codec.pack_server_info(self._info()),
             call_at=lambda when, function: loop.call_at(when, function),
@@ -127,7 +141,7 @@ class Server:
             health=self.health,
             clock=time.monotonic,
             encode_token=wire.encode_token,
-        )
+        )  # fmt: skip
         self.net = Net(
             loop=loop,
             app=self.service,
@@ -330,14 +344,15 @@ def check_ports(settings: Settings) -> None:
         check_address(settings.metrics)
 
 
-def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowColumns, list[StepSlot], int]:
-    """Allocate the columns and open the engine of a build; returns also how far the loop may run ahead."""
+def open_build(build: Build, say: Callable[[str], None]) -> Opened:
+    """Allocate arena and columns and open the engine of a build."""
     run_ahead, settings = build.device.run_ahead, build.settings
+    arena = Arena(settings.berths, settings.max_frame, register=build.device.register)
     # A guarded program has a row, a page and a slot more: the heartbeat's.
     captured = build.device.kind == "cuda" and build.dtype == "bfloat16"
     guarded = build.device.kind == "cpu" or captured
     shapes = with_canary(build.shapes) if guarded else build.shapes
-    columns = RowColumns(shapes, build.device.allocate)
+    columns = RowColumns(shapes, build.device.allocate, np.frombuffer(arena.memory, np.uint8))
     n_slots = max(N_SLOTS, run_ahead + 1 + captured)
     slots = [StepSlot(shapes, build.device.allocate) for _ in range(n_slots)]
     engine = open_engine(
@@ -348,10 +363,10 @@ def open_build(build: Build, say: Callable[[str], None]) -> tuple[Engine, RowCol
     )  # fmt: skip
     if isinstance(engine, NativeStep):
         guard = open_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
-        return guard, columns, slots[:-1], 0
+        return Opened(guard, columns, slots[:-1], 0, arena)
     if captured:
         from zl.gpu.cuda_guard import open_cuda_guard  # here: it brings triton
 
         cuda_guard = open_cuda_guard(engine, build.weights, columns, slots, shapes, settings.heartbeat_s)
-        return cuda_guard, columns, slots[:-1], run_ahead
-    return engine, columns, slots, run_ahead
+        return Opened(cuda_guard, columns, slots[:-1], run_ahead, arena)
+    return Opened(engine, columns, slots, run_ahead, arena)

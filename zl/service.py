@@ -1,23 +1,20 @@
 """The service: what a connection talks to, and where step results come back.
 
-State: the jobs of each connection and whether new ones are taken. Lives on the event-loop thread; joins prompt
-building, dispatch and emit, and nothing of it waits. Refuses torch, asyncio and gpu: clocks, timers and the engine
+State: the jobs of each connection and whether new ones are taken. Lives on the event-loop thread; joins admission,
+dispatch and emit, and nothing of it waits. Refuses torch, asyncio and gpu: clocks, timers and the engine
 come in by constructor.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from zl.access import Access
+from zl.admission import Admission, Built, Ready, built, text_bytes
 from zl.audit import Audit
 from zl.dispatch import DispatchCounters, Dispatcher
 from zl.emit import EmitCounters, Emitter
@@ -25,18 +22,12 @@ from zl.errors import Code, Finish, PeerError, RequestError
 from zl.health import Health, Phase
 from zl.measures import Landing, Measures
 from zl.net import codec
-from zl.policy import Policy
 from zl.rows import Job
-from zl.sampling import profiles
-from zl.text.detok import TextStream, TokenTable
-from zl.text.prompt import Prompt, PromptBuilder
 
 log = logging.getLogger("zl")
 
 LONG_PROMPT_BYTES = 4_096
 """Texts above this are cut into tokens off the event loop: 5 ms of it would delay the frames of all streams."""
-
-NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -46,13 +37,6 @@ class ServiceCounters:
     requests: int = 0
     refused: int = 0
     disconnected: int = 0
-
-
-class Built(NamedTuple):
-    """What building a prompt off the event loop came to."""
-
-    outcome: Prompt | RequestError
-    spent_ns: int
 
 
 class Service:
@@ -69,10 +53,7 @@ class Service:
     def __init__(
         self,
         *,
-        prompts: PromptBuilder,
-        tokens: TokenTable,
-        vocab_size: int,
-        policy: Policy,
+        admission: Admission,
         dispatcher: Dispatcher,
         info: bytes,
         call_at: Callable[[float, Callable[[], None]], Any],
@@ -82,10 +63,8 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         encode_token: codec.TokenEncoder = codec.encode_token,
     ):
-        self._prompts = prompts
-        self._tokens = tokens
-        self._vocab_size = vocab_size
-        self.policy = policy
+        self._admission = admission
+        self.policy = admission.policy
         self.dispatcher = dispatcher
         self.emitter = Emitter(dispatcher.rows, self._ended, encode_token)
         self._info = info
@@ -110,24 +89,32 @@ class Service:
         now = self._clock()
         self.counters.requests += 1
         try:
-            job, build = self._job(conn, request, now)
+            if not self.accepting:
+                text = "the server is draining and takes no new requests"
+                raise RequestError(Code.DRAINING, text, retry_after_ms=1_000)
+            job, build = self._admission.job(conn, request, now)
             job.arrived_ns, job.read_ns, job.parse_ns = begun_ns, request.read_ns, request.parse_ns
             if self.audit is not None:
                 self.audit.begin(job)
-            if _text_bytes(request) > LONG_PROMPT_BYTES:
+            if text_bytes(request) > LONG_PROMPT_BYTES:
                 self.dispatcher.expect(job)
-                self._offload(lambda: _built(build), lambda built: self._prompt_built(job, built))
+                self._offload(lambda: built(build), lambda outcome: self._prompt_built(job, outcome))
             else:
                 self._admit(job, build(), begun_ns, now)
         except RequestError as refusal:
             self.counters.refused += 1
             refusal.request_id = request.request_id
             if self.access is not None:
-                self.access.refused(conn, request, refusal)
+                self.access.refused(conn, request, refusal.code)
             raise
         self._jobs.setdefault(conn, {})[job.request_id] = job
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
+
+    def refused(self, conn: Any, request: codec.Request, code: Code) -> None:
+        """Log a request that the rules of its conversation refused: it never came to `submit`."""
+        if self.access is not None:
+            self.access.refused(conn, request, code)
 
     def cancel(self, conn: Any, request_id: int) -> None:
         """End a request with CANCELLED; an unknown id is ignored (WIRE.md, rule 4)."""
@@ -169,6 +156,7 @@ class Service:
             job = rows.job(ticket)
             if job is not None:
                 job.begun = result.before
+                job.prompt.give_back()  # gathered
                 job.constant_tokens = n_constant
                 self.dispatcher.counters.constant_tokens += n_constant
                 self.dispatcher.counters.prompt_tokens += len(job.prompt)
@@ -239,36 +227,9 @@ class Service:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _job(self, conn: Any, request: codec.Request, now: float) -> tuple[Job, Callable[[], Prompt]]:
-        """Make the job of a request, and what builds its prompt; RequestError: it is refused."""
-        if not self.accepting:
-            raise RequestError(Code.DRAINING, "the server is draining and takes no new requests", retry_after_ms=1_000)
-        self.dispatcher.ensure_room(now)
-        ruling = self.policy.rule(request)
-        tokens = request.encoding == codec.Encoding.TOKENS
-        if tokens and not _known(request, self._vocab_size):
-            codec.check_tokens(request, self._vocab_size)  # finds the culprit, one id at a time
-        budget, max_new = self.dispatcher.prompt_budget(ruling.max_tokens)
-        job = Job(
-            conn=conn,
-            request_id=request.request_id,
-            prompt=NO_TOKENS,
-            prefix_len=0,
-            max_new=max_new,
-            sampling=profiles.resolve(request.type, ruling.temperature, request.top_p, request.repetition_penalty),
-            seed=request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little"),
-            stream=TextStream(self._tokens, request.stop),
-            arrived=now,
-            deadline=now + request.deadline_ms / 1_000 if request.deadline_ms else None,
-            ignore_eos=request.ignore_eos,
-            logprobs=request.logprobs,
-            truncated=ruling.cut,
-        )
-        return job, partial(self._prompts.build, request.system, ruling.messages, request.context, tokens, budget)
-
-    def _admit(self, job: Job, prompt: Prompt, begun_ns: int, now: float) -> None:
+    def _admit(self, job: Job, prompt: Ready, begun_ns: int, now: float) -> None:
         """Queue a job that has its prompt; `begun_ns`: since when this thread works on it."""
-        job.prompt = np.array(prompt.ids, np.int32)
+        job.prompt = prompt.ids
         job.prefix_len = prompt.prefix_len
         job.truncated |= prompt.truncated
         admit_ns = time.perf_counter_ns()
@@ -280,17 +241,17 @@ class Service:
             job.schedule_ns = time.perf_counter_ns() - admit_ns
             self.measures.schedule.observe(job.schedule_ns * 1e-9)
 
-    def _prompt_built(self, job: Job, built: Built) -> None:
+    def _prompt_built(self, job: Job, found: Built) -> None:
         """Take a prompt that was built off this thread; its request may be over by now."""
         begun_ns = time.perf_counter_ns()
         if job.done:
             return
         now = self._clock()
         try:
-            if isinstance(built.outcome, RequestError):
-                raise built.outcome
-            job.tokenize_ns = built.spent_ns
-            self._admit(job, built.outcome, begun_ns, now)
+            if isinstance(found.outcome, RequestError):
+                raise found.outcome
+            job.tokenize_ns = found.spent_ns
+            self._admit(job, found.outcome, begun_ns, now)
         except RequestError as refusal:
             refusal.request_id = job.request_id
             self.emitter.fail(job, refusal, now)
@@ -326,32 +287,3 @@ class Service:
                 self.emitter.fail(job, error, now)
             conn.flush()
         self._nudge()
-
-
-def _known(request: codec.Request, vocab_size: int) -> bool:
-    """Tell whether every packed id is of the vocabulary: one pass in C, for 4,000 ids would take 0.2 ms in Python."""
-    for packed in (request.system, request.context, *request.messages):
-        if len(packed) % codec.TOKEN_BYTES:
-            return False
-        # As unsigned numbers the negative ids are the largest.
-        if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
-            return False
-    return True
-
-
-def _text_bytes(request: codec.Request) -> int:
-    if request.encoding == codec.Encoding.TOKENS:
-        return 0
-    return len(request.system) + len(request.context) + sum(map(len, request.messages))
-
-
-def _built(build: Callable[[], Prompt]) -> Built:
-    begun = time.perf_counter_ns()
-    try:
-        outcome: Prompt | RequestError = build()
-    except RequestError as refusal:
-        outcome = refusal
-    except Exception as failure:  # a fault of ours must end the request, not leave it hanging
-        log.exception("building a prompt failed")
-        outcome = RequestError(Code.INTERNAL, f"the prompt could not be built: {type(failure).__name__}")
-    return Built(outcome, time.perf_counter_ns() - begun)

@@ -27,6 +27,15 @@ MAX_FRAME = 262_144
 MAX_MESSAGES = 16
 MANY_MESSAGES = 64
 """Most turns where the policy allows more than the wire's 16."""
+MAX_PIECES = 2 * (MANY_MESSAGES + 2) + 1
+"""Most pieces of a prompt: turns, system prompt and context, each with template text before it, and some after all."""
+
+TOKEN_BYTES = 4
+"""Token ids travel as little-endian int32, and lie in memory as int32."""
+
+OWN = -1
+"""Source of a piece that begins at the first of its row's own ids: ~0 (`gpu.pinned.RowColumns`)."""
+
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
 

@@ -94,7 +94,7 @@ def decode(report: Report, shape: ModelShape, device: str, rows: Sequence[int], 
     try:
         import transformers
     except ImportError as missing:
-        report.skip(shape.name, "peer: transformers", f"not installed ({missing}); pip install 'zl[test]'")
+        report.skip(shape.name, "peer: transformers", f"not installed ({missing}); pip install '.[test]'")
         return
     name = f"transformers {transformers.__version__}, static cache, torch.compile"
     peer = Peer(shape, device)

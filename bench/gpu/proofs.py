@@ -75,6 +75,15 @@ def mapped_output(report: Report, rig: Rig) -> None:
     report.prove(rig.shape.name, "results in mapped memory", ok, f"token {token}, logprob {logprob:.3f}, no copy call")
 
 
+def berths(report: Report, rig: Rig, n_prompt: int, n_new: int) -> None:
+    """Gather a prompt from registered berths, from each byte of a word on: the answer is that of own ids."""
+    prompt = rig.prompt(n_prompt, 8)
+    wanted = rig.answer(prompt, n_new)
+    found = [_equal(rig.answer(prompt, n_new, berth_at=65_536 + at), wanted) for at in range(4)]
+    text = f"{found} of {n_new} tokens and logprobs, by the byte that the ids begin at"
+    report.prove(rig.shape.name, "prompts gathered from berths", found == [n_new] * 4, text)
+
+
 def capture_equals_eager(report: Report, rig: Rig, n_prompt: int, n_new: int) -> None:
     """Replay and kernel-by-kernel launches give the same tokens, logprobs, logits and pages."""
     prompt, seen = rig.prompt(n_prompt, 2), []

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zl.gpu.arena import Arena
 from zl.gpu.cuda import check
 from zl.gpu.cuda_step import CudaStep
 from zl.gpu.heartbeat import with_canary
@@ -110,7 +111,8 @@ class Rig:
     def __init__(self, device: Any, shape: ModelShape, shapes: Shapes, n_slots: int = 2):
         self.device, self.shape, self.shapes = device, shape, shapes
         self.wide = with_canary(shapes)
-        self.columns = RowColumns(self.wide, device.allocate)
+        self.arena = Arena(2, 65_536, register=device.register, unregister=device.unregister)
+        self.columns = RowColumns(self.wide, device.allocate, np.frombuffer(self.arena.memory, np.uint8))
         self.all_slots = [StepSlot(self.wide, device.allocate) for _ in range(n_slots + 1)]
         self.slots = self.all_slots[:-1]
         self.engine = CudaStep(
@@ -130,11 +132,22 @@ class Rig:
         """Draw token ids."""
         return np.random.default_rng(seed).integers(0, self.shape.vocab, n).tolist()
 
-    def seat(self, row: int, prompt: Sequence[int], *, temperature: float = 0.9, seed: int = 7) -> None:
-        """Give a row its columns and pages; it never ends by itself."""
+    def seat(
+        self, row: int, prompt: Sequence[int], *, temperature: float = 0.9, seed: int = 7, berth_at: int | None = None
+    ) -> None:
+        """Give a row its columns and pages; it never ends by itself.
+
+        berth_at  all of the prompt but its first and last token lie in the arena, from this byte on
+        """
         c = self.columns
-        c.prompt_ids[row, : len(prompt)] = prompt
-        c.prompt_len[row], c.max_new[row], c.row_flags[row] = len(prompt), 1 << 30, 1
+        if berth_at is None:
+            c.put_ids(row, prompt)
+        else:
+            packed = np.array(prompt[1:-1], "<i4").view(np.uint8)
+            c.arena[berth_at : berth_at + len(packed)] = packed
+            own = np.array([prompt[0], prompt[-1]], np.int32)
+            c.put_prompt(row, own, [(~0, 1), (berth_at, len(prompt) - 2), (~1, 1)])
+        c.max_new[row], c.row_flags[row] = 1 << 30, 1
         c.page_table[row] = -1
         n = min(self.row_pages, c.page_table.shape[1])
         c.page_table[row, :n] = self._order[row * self.row_pages : row * self.row_pages + n]
@@ -166,9 +179,10 @@ class Rig:
         crowd: bool = False,
         launch: Callable[[int], int] | None = None,
         temperature: float = 0.9,
+        berth_at: int | None = None,
     ) -> list[tuple[int, bytes]]:
         """Compute a prompt in chunks and draw `n_new` tokens, alone or with every other row decoding in each step."""
-        self.seat(row, prompt, temperature=temperature)
+        self.seat(row, prompt, temperature=temperature, berth_at=berth_at)
         others = [r for r in range(self.shapes.max_rows) if r != row] if crowd else []
         for r in others:
             self.seat(r, self.prompt(1, r), seed=r)
@@ -195,8 +209,9 @@ class Rig:
         return other
 
     def close(self) -> None:
-        """Free the engine."""
+        """Free the engine, and unlock the arena."""
         self.engine.close()
+        self.device.unregister(self.arena.address)
 
 
 def row_tokens(shapes: Shapes) -> int:

@@ -15,6 +15,7 @@ from zl.dispatch import Dispatcher, Limits
 from zl.gpu import cuda_memory
 from zl.gpu.loop import GenerationLoop, StepResult
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE
+from zl.ids import Ids
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -119,7 +120,7 @@ class Streams:
     def _ask(self, stream: int, round_: int) -> None:
         number = round_ * self.n_streams + stream
         rng_length = self.prompt_len + (number * 7) % max(1, self.prompt_len // 4)
-        prompt = torch.tensor(self.rig.prompt(rng_length, number), dtype=torch.int32).numpy()
+        prompt = Ids.of(self.rig.prompt(rng_length, number))
         # Lengths differ, so that streams do not stay in step.
         max_new = self.max_new + (number * 5) % max(1, self.max_new // 2)
         self.asked[number] = time.perf_counter()

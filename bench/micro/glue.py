@@ -23,12 +23,13 @@ import numpy as np
 from bench.drivers.base import ROOT, MissingPeerError, environment, python_of
 from bench.serve import CACHE, DEFAULT_GGUF
 from bench.stats import ratios
+from zl.admission import Admission
 from zl.dispatch import Dispatcher
 from zl.gpu.loop import StepResult
 from zl.gpu.pinned import RowColumns
 from zl.gpu.weights import open_model
 from zl.health import Health
-from zl.net import codec, schema_pb2
+from zl.net import codec, rules, schema_pb2
 from zl.net.native.library import open_code
 from zl.pages import PageBooks
 from zl.policy import Policy
@@ -78,7 +79,10 @@ class Glue:
         dispatcher = Dispatcher(shapes, Rows(shapes.max_rows), PageBooks(N_PAGES), RowColumns(shapes), self._seated)
         self._decode, self._encode_token = wire = open_code()
         self.service = Service(
-            prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, policy=Policy(shapes),
+            admission=Admission(
+                prompts=self.prompts, tokens=TokenTable(words), vocab_size=words.vocab_size, policy=Policy(shapes),
+                dispatcher=dispatcher,
+            ),
             dispatcher=dispatcher, info=b"", call_at=lambda _when, _what: None, offload=lambda work, then: then(work()),
             health=Health(time.monotonic), engine_nudge=lambda: None, encode_token=wire.encode_token,
         )  # fmt: skip
@@ -98,7 +102,7 @@ class Glue:
 
     def parse_by_codec(self) -> None:
         """Payload to checked request, without native code: what is not an ordinary valid request."""
-        codec.check_request(codec.decode_request(self.payload))
+        rules.check_request(codec.decode_request(self.payload))
 
     def parse_bytes_only(self) -> None:
         """Payload to message object, fields not read."""

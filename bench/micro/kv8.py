@@ -24,7 +24,7 @@ from zl.gpu.native.step import NativeStep
 from zl.gpu.pinned import FIRST, IGNORE_EOS, SAMPLE, RowColumns, StepSlot
 from zl.gpu.weights import WeightSource, open_model
 from zl.pull import locate
-from zl.shapes import PAGE, Shapes, pages_for
+from zl.shapes import OWN, PAGE, Shapes, pages_for
 from zl.text.prompt import PromptBuilder
 from zl.text.tokenizer import TextModel, text_model
 
@@ -42,7 +42,9 @@ class Reader:
         each = pages_for(length)
         sizes = Shapes(max_rows=rows, max_model_len=each * PAGE, n_pages=rows * each)
         self.columns, self.slots = RowColumns(sizes), [StepSlot(sizes), StepSlot(sizes)]
-        self.columns.prompt_len.fill(length)  # every token is read from the prompt column, whatever was drawn
+        self.columns.n_pieces.fill(1)
+        self.columns.piece_source.fill(OWN)
+        self.columns.prompt_len.fill(length)  # every token is read from the prompt, whatever was drawn
         self.columns.max_new.fill(1 << 30)
         self.columns.page_table[:] = np.arange(rows * each).reshape(rows, each)
         self.columns.penalty.fill(1.0)
@@ -110,9 +112,9 @@ def compare(readers: dict[str, Reader], starts: list[int], steps: int, *, follow
             score.add(logits[a], logits[b], logs[a], logs[b])
         if follow:
             for reader in readers.values():
-                reader.columns.prompt_ids[rows, at + 1] = logits["bf16"].argmax(-1)
+                reader.step.prompt_ids[rows, at + 1] = logits["bf16"].argmax(-1)
         for name, reader in readers.items():
-            surprise[name] -= float(logs[name][rows, reader.columns.prompt_ids[rows, at + 1]].sum())
+            surprise[name] -= float(logs[name][rows, reader.step.prompt_ids[rows, at + 1]].sum())
     for (a, b), score in scores.items():
         yield f"  {b} against {a}, {score.n} positions: {score.line()}"
     said = {name: np.exp(total / (steps * len(starts))) for name, total in surprise.items()}
@@ -141,7 +143,7 @@ def accuracy(args: argparse.Namespace) -> None:
     readers = {kind: Reader(source, kind, len(rows), length, args.threads, args.level) for kind in KINDS}
     for reader in readers.values():
         for row, ids in enumerate(rows):
-            reader.columns.prompt_ids[row, : len(ids)] = ids
+            reader.columns.own_ids[row, : len(ids)] = ids
     print(f"{args.what}: {source.shape.name}, {len(rows)} rows, {readers['bf16'].step.name}", flush=True)
     for line in compare(readers, starts, steps, follow=chat):
         print(line, flush=True)

@@ -64,8 +64,7 @@ def open_engine(weights: Packed, source: WeightSource, ids: list[list[int]], thr
     sizes = Shapes(max_rows=rows, max_model_len=each * PAGE, n_pages=rows * each)
     columns, slots = RowColumns(sizes), [StepSlot(sizes), StepSlot(sizes)]
     for row, one in enumerate(ids):
-        columns.prompt_ids[row, : len(one)] = one
-        columns.prompt_len[row] = len(one)
+        columns.put_ids(row, one)
     columns.max_new.fill(1 << 30)
     columns.page_table[:] = np.arange(rows * each).reshape(rows, each)
     columns.seed[:] = np.arange(rows)

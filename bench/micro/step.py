@@ -74,8 +74,8 @@ def build(
     sizes = Shapes(max_rows=rows, max_model_len=each * PAGE, n_pages=rows * each)
     columns, slots = RowColumns(sizes), [StepSlot(sizes), StepSlot(sizes)]
     rng = np.random.default_rng(0)
-    columns.prompt_ids[:, :tokens] = rng.integers(0, shape.vocab, (rows, tokens))
-    columns.prompt_len.fill(tokens)
+    for row in range(rows):
+        columns.put_ids(row, rng.integers(0, shape.vocab, tokens))
     columns.max_new.fill(1 << 30)
     columns.page_table[:] = rng.permutation(rows * each).reshape(rows, each)
     columns.temperature.fill(0.7)

@@ -159,8 +159,10 @@ CAPACITY = Section("Capacity", (
            (total(rate("zl_prefix_evictions_total")), "evictions/s")]),
     Panel("Queue and flight", "timeseries", "Requests that wait, and all that have had no last frame.",
           [(total(now("zl_queue_depth")), "waiting"), (total(now("zl_requests_in_flight")), "in flight")]),
-    Panel("Berths", "timeseries", "Frames on their way in; waits a second are readers that paused for want of a berth.",
-          [(total(now("zl_berths", 'state="used"')), "used"), (total(rate("zl_berth_waits_total")), "waits/s")]),
+    Panel("Berths", "timeseries", "Frames on their way in, token ids whose rows have not begun, and readers a second "
+          "that paused for want of a berth.",
+          [(total(now("zl_berths", 'state="used"')), "used"), (total(now("zl_berths", 'state="lent"')), "lent"),
+           (total(rate("zl_berth_waits_total")), "waits/s")]),
 ))
 
 TRAFFIC = Section("Traffic and errors", (

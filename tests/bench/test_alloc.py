@@ -32,7 +32,7 @@ def outcome(**changes) -> Outcome:
 def test_a_leak_is_no_proof():
     assert outcome().proved
     assert not outcome(lasting={"gpu/loop.py": 300 * 64}).proved
-    assert not outcome(moved=["RowColumns.prompt_ids"]).proved
+    assert not outcome(moved=["RowColumns.own_ids"]).proved
     leak = [Sample(i * 30, (500 << 20) + i * 30 * 1_000, 900 << 20) for i in range(11)]
     assert outcome(samples=leak).slope == pytest.approx(1_000)
     assert not outcome(samples=leak).proved

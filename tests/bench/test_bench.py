@@ -22,7 +22,7 @@ from bench.drivers.zl import METRICS_HOST
 from bench.micro import buckets
 from bench.scenarios import SCENARIOS, SETTLED_FRAMES, Size, arrivals, burst
 from bench.stats import alternating, gap_stretch, ratios
-from zl.net import codec
+from zl.net import codec, rules
 from zl.tools import prompts
 from zl.tools.traces import Trace, describe, percentile, poisson_times, summarise
 
@@ -202,7 +202,7 @@ def test_both_clients_send_the_same_conversation():
     prompt = prompts.Prompt("Be brief.", ("One?", "One.", "Two?"), 32, "SUMMARIZE")
     frame = FrameClient(HOST, 1).encode(prompt)
     request = codec.decode_request(frame[4:])
-    codec.check_request(request)
+    rules.check_request(request)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     sse = SseClient(HOST, 1, "m", "repetition_penalty", {"ignore_eos": True}).encode(prompt)
     body = json.loads(sse.partition(b"\r\n\r\n")[2])

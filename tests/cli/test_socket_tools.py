@@ -14,9 +14,11 @@ import threading
 
 import pytest
 
+from tests.certificates import make
 from tests.fake_server import FakeServer
 from zl.net.codec import decode_request, encode_request, encode_tokens, pack_tokens
 from zl.net.frames import PING
+from zl.tools.netcat import exchange
 
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONUNBUFFERED": "1"}
 
@@ -140,6 +142,19 @@ def test_nc_without_a_server_ends_with_4_and_wrong_use_with_2(tmp_path):
     assert zl("nc", f"unix:{tmp_path}/none", str(tmp_path / "nothing")).returncode == 2
 
 
+@pytest.mark.parametrize("arguments", [("nc",), ("ask", "say x", "--connect"), ("chat", "--connect"), ("load",)])
+def test_a_tcp_address_of_a_server_with_tls_is_corrected(arguments, tmp_path):
+    with FakeServer(tls=make(tmp_path, "here").context()) as server:
+        question = b"say x\n" if arguments[0] == "chat" else encode_request(request_id=1, messages=["say x"])
+        done = zl(*arguments, server.address.replace("tls:", "tcp:"), stdin=question)
+        (line,) = done.stderr.decode().splitlines()
+        assert line.endswith(server.address)
+        assert "certificate and must be called" in line if arguments[0] == "load" else "speaks TLS: use" in line
+        assert done.returncode == {"nc": 4, "ask": 1, "chat": 0, "load": 4}[arguments[0]]
+        pinged = zl("nc", server.address.replace("tls:", "tcp:"), stdin=PING)
+        assert (pinged.returncode, b"speaks TLS: use" in pinged.stderr) == (4, True)
+
+
 def test_nc_streams_what_a_slow_pipe_gives(server):
     with subprocess.Popen([sys.executable, "-m", "zl", "nc", server.address], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, env=ENV) as process:  # fmt: skip
@@ -150,6 +165,35 @@ def test_nc_streams_what_a_slow_pipe_gives(server):
         assert process.stdout.readline() == b"pong\n"  # while stdin is still open
         process.stdin.close()
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_nc_ends_at_once_and_quietly_when_the_server_closes_first(kind, tmp_path):
+    pair = make(tmp_path, "here")
+    with (
+        FakeServer(tls=pair.context() if kind == "tls" else None) as server,
+        subprocess.Popen([sys.executable, "-m", "zl", "nc", "--ca", pair.cert, server.address], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(encode_request(request_id=1, messages=["break"]))
+        process.stdin.flush()
+        assert process.wait(30) == 4  # while stdin is still open
+        (line,) = process.stderr.read().decode().splitlines()
+        assert line == "zl: the server closed the connection before request 1 was answered"
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_the_sender_of_nc_is_gone_when_nc_is(kind, tmp_path, capfd):
+    """Also where it has sent all, and waits for answers before it says goodbye."""
+    pair = make(tmp_path, "here")
+    (tmp_path / "frame").write_bytes(encode_request(request_id=1, messages=["break"]))
+    before = threading.active_count()
+    with FakeServer(tls=pair.context() if kind == "tls" else None) as server:
+        assert exchange(server.address, [str(tmp_path / "frame")], "text", 10, pair.cert) == 4
+        assert threading.active_count() == before + 1  # the server's
+    assert capfd.readouterr().out == "one two \n"
 
 
 def test_a_pipe_of_the_three_explains_an_answer(server):

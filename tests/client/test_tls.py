@@ -494,11 +494,87 @@ def test_a_server_without_tls_is_named(kind, pairs):
 
 
 @both
-def test_a_server_with_tls_behind_a_tcp_address_is_hinted_at(kind, here):
+@pytest.mark.parametrize("question", ["say x", "x" * 3_000_000])
+def test_a_server_with_tls_behind_a_tcp_address_is_named(kind, question, here):
     address = here.address.replace("tls:", "tcp:")
-    with pytest.raises((ConnectionFailed, StreamBroken), match=f"certificate and must be called {here.address}"):
-        once(kind, address, timeout=10)
-    with Client(address, timeout=0.1) as client, pytest.raises(TimedOut, match=f"must be called {here.address}"):
+    whole = f"^the server at {here.address.removeprefix('tls:')} speaks TLS: use {here.address}$"
+    with pytest.raises(TlsFailed, match=whole):
+        once(kind, address, question, timeout=10)
+    with pytest.raises(TlsFailed, match=whole):
+        once(kind, address, question, timeout=10, auth_token="t")
+
+
+@both
+@pytest.mark.parametrize("alert", [b"\x15\x03\x01\0\x02\x02\x46", b"\x15\x03\x03\0\x02\x02\x0a"])
+def test_a_tls_alert_is_understood(kind, alert):
+    def serve(sock):  # as other TLS ends do before they close
+        sock.recv(65_536)
+        sock.sendall(alert)
+
+    peer = Peer(serve)
+    with pytest.raises(TlsFailed, match=f"speaks TLS: use tls:127.0.0.1:{peer.port}"):
+        once(kind, f"tcp:127.0.0.1:{peer.port}", timeout=10)
+    peer.result()
+
+
+@both
+def test_a_server_that_closes_without_a_word_and_has_no_tls_is_not_said_to_speak_it(kind):
+    def serve():
+        for _ in range(2):  # the question, and whether it is TLS
+            sock, _ = listening.accept()
+            with sock:
+                heard.append(sock.recv(65_536))
+
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises((ConnectionFailed, StreamBroken), match=r"without a word.*it has a certificate") as caught:
+            once(kind, f"tcp:127.0.0.1:{listening.getsockname()[1]}", timeout=10)
+        thread.join(10)
+    assert not isinstance(caught.value, TlsFailed)
+    assert [each[:2] for each in heard] == [b"\0\0", b"\x16\x03"]
+
+
+@both
+def test_a_client_that_is_closed_before_it_heard_anything_asks_nobody(kind):
+    async def left(address):
+        async with AsyncClient(address, timeout=0.1) as client:
+            with pytest.raises(TimedOut):
+                await client.ask("say x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"tcp:127.0.0.1:{listening.getsockname()[1]}"
+        if kind == "asyncio":
+            run(left(address))
+        else:
+            client = Client(address, timeout=0.1)
+            stream = client.stream("say x")
+            reader = threading.Thread(target=client.pump, args=(stream._call.readable, 10))
+            reader.start()
+            client.close()
+            reader.join(10)
+            assert client.closed == "this client was closed"
+        listening.settimeout(0.2)
+        listening.accept()[0].close()
+        with pytest.raises(TimeoutError):
+            listening.accept()
+
+
+@both
+def test_a_ping_to_a_server_with_tls_is_told_of_it(kind, here):
+    address = here.address.replace("tls:", "tcp:")
+    told = pytest.raises(TimedOut, match=f"must be called {here.address}")
+
+    async def ping() -> None:
+        async with AsyncClient(address, timeout=0.1) as client:
+            with told:
+                await client.ping()
+
+    if kind == "asyncio":
+        run(ping())
+        return
+    with Client(address, timeout=0.1) as client, told:
         client.ping()
 
 

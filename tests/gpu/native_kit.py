@@ -118,10 +118,10 @@ class Bench:
         self, shape: ModelShape, weights: dict[str, torch.Tensor], *, rows: int = 8, model_len: int = 256,
         n_pages: int = 64, step_tokens: int = 256, threads: int = 1, level: str = "auto",
         blocks: Callable[[str], tuple[str, np.ndarray] | None] | None = None, kv: str = "auto",
-        penalty_filter: str = "exact",
+        penalty_filter: str = "exact", arena: np.ndarray | None = None,
     ):  # fmt: skip
         sizes = Shapes(max_rows=rows, max_model_len=model_len, n_pages=n_pages)
-        self.columns = RowColumns(sizes)
+        self.columns = RowColumns(sizes, arena=arena)
         self.slots = [StepSlot(sizes), StepSlot(sizes)]
         self.columns.max_new.fill(1000)
         self.columns.penalty.fill(1.0)
@@ -141,8 +141,7 @@ class Bench:
 
     def seat(self, row: int, ids: list[int], room: int = 0) -> None:
         """Give a row its prompt and the pages for it and `room` more tokens."""
-        self.columns.prompt_ids[row, : len(ids)] = ids
-        self.columns.prompt_len[row] = len(ids)
+        self.columns.put_ids(row, ids)
         need = pages_for(len(ids) + room)
         self.columns.page_table[row] = -1
         for i in range(need):

@@ -161,3 +161,62 @@ def test_books_balance_after_any_order_of_calls(choices):
 def test_refuses_torch_numpy_and_asyncio():
     text = "import sys, zl.gpu.arena; print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_at_most_half_of_the_berths_outlive_their_frames():
+    arena = Arena(5, 100)
+    berths = [arena.acquire() for _ in range(5)]
+    leases = [arena.lend(berth) for berth in berths]
+    assert [lease is not None for lease in leases] == [True, True, False, False, False]
+    assert arena.lent == 2
+    arena.check()
+    for berth in berths[2:]:
+        arena.release(berth)
+    leases[0].end()
+    leases[0].end()
+    assert (arena.lent, arena.in_use) == (1, 1)
+    again = arena.acquire()
+    lease = arena.lend(again)
+    assert lease is not None
+    for one in (lease, leases[1]):
+        one.end()
+    arena.check()
+    assert arena.in_use == 0
+    arena.close()
+
+
+def test_an_arena_of_one_berth_lends_none():
+    arena = Arena(1, 100)
+    berth = arena.acquire()
+    assert arena.lend(berth) is None
+    arena.release(berth)
+    arena.close()
+
+
+def test_a_lent_berth_goes_to_the_one_who_waits():
+    arena = Arena(2, 100)
+    first, second = arena.acquire(), arena.acquire()
+    lease = arena.lend(first)
+    served = []
+    arena.wait("a", served.append)
+    lease.end()
+    assert served == [first]
+    arena.check()
+    arena.release(first)
+    arena.release(second)
+    arena.close()
+
+
+def test_a_lease_tells_where_a_view_of_its_berth_lies_and_refuses_others():
+    arena = Arena(2, 5_000)
+    one, other = arena.acquire(), arena.acquire()
+    lease = arena.lend(other)
+    assert lease.offset(other.view[7:19]) == other.address - arena.address + 7
+    assert bytes(arena.memory[lease.offset(other.view[7:19]) :][:3]) == bytes(other.view[7:10])
+    with pytest.raises(InvariantError, match="not of the leased berth"):
+        lease.offset(one.view[7:19])
+    lease.end()
+    with pytest.raises(InvariantError):
+        lease.offset(other.view[7:19])
+    arena.release(one)
+    arena.close()

@@ -70,8 +70,8 @@ class House:
 
     def seat(self, row: int, prompt: list[int], pages: list[int]) -> None:
         c = self.columns
-        c.prompt_ids[row, : len(prompt)] = prompt
-        c.prompt_len[row], c.max_new[row], c.row_flags[row] = len(prompt), 50, 1
+        c.put_ids(row, prompt)
+        c.max_new[row], c.row_flags[row] = 50, 1
         c.page_table[row] = pages
         c.temperature[row], c.top_p[row], c.penalty[row] = 0.0, 1.0, 1.0
 

@@ -69,8 +69,8 @@ class Bench:
 
     def seat(self, row: int, prompt: list[int], *, max_new: int = 9, temperature: float = 0.0, seed: int = 1) -> None:
         c = self.columns
-        c.prompt_ids[row, : len(prompt)] = prompt
-        c.prompt_len[row], c.max_new[row], c.row_flags[row] = len(prompt), max_new, 0
+        c.put_ids(row, prompt)
+        c.max_new[row], c.row_flags[row] = max_new, 0
         c.page_table[row] = [11 - row, 3 + row, 8 - row][: c.page_table.shape[1]]
         c.temperature[row], c.top_p[row], c.penalty[row], c.seed[row] = temperature, 0.9, 1.2, seed
 

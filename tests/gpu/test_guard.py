@@ -22,6 +22,7 @@ from zl.gpu.pinned import EOS, LENGTH, NUMERIC, RowColumns, StepSlot
 from zl.gpu.programs import Tensors
 from zl.gpu.renewal import FromPacked, FromSource
 from zl.gpu.weights import open_model
+from zl.ids import Ids
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
 from zl.sampling import profiles
@@ -86,7 +87,7 @@ class House:
         self.answers[request_id] = []
         self.dispatcher.admit(
             Job(
-                conn=None, request_id=request_id, prompt=np.array(prompt, np.int32), prefix_len=prefix_len,
+                conn=None, request_id=request_id, prompt=Ids.of(prompt), prefix_len=prefix_len,
                 max_new=max_new, sampling=profiles.resolve(0, 0.0, None, None), seed=1, stream=None, arrived=0.0,
                 ignore_eos=True,
             ),

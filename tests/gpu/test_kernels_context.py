@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from tests.sampling import oracle
 from zl.errors import ShapeError
 from zl.gpu import pinned
 from zl.gpu.kernels import context_loader
-from zl.gpu.kernels.context_loader import Context, Plan, Rows, load_context, load_context_reference
+from zl.gpu.kernels.context_loader import Context, Pieces, Plan, Rows, load_context, load_context_reference
 from zl.gpu.kernels.embed_rows import embed_rows, embed_rows_reference
 from zl.gpu.kernels.filter_update import filter_update, filter_update_reference
 from zl.sampling.filter import KINDS, Filter
@@ -23,7 +26,37 @@ EXACT, BLOOM = (Filter(kind, VOCAB) for kind in KINDS)
 BOTH = pinned.SAMPLE | pinned.FIRST
 
 
-def make_step(seed: int, segments, capacity: int, form: Filter = EXACT) -> tuple[Plan, Rows]:
+def scattered(g: torch.Generator, prompt_len: list[int], n_pieces: int = 4) -> tuple[Pieces, list[list[int]]]:
+    """Lay prompts of random ids out in pieces, in own ids and at any byte of an arena; also return the prompts."""
+
+    def draw(low: int, high: int, n: int = 1) -> list[int]:
+        return torch.randint(low, high, (n,), generator=g).tolist()
+
+    capacity = len(prompt_len)
+    own = np.full((capacity, MAX_LEN), 2**30, np.int32)
+    at, source = np.full((capacity, n_pieces), 2**30, np.int32), np.full((capacity, n_pieces), 2**40, np.int64)
+    counts, prompts, arena = [], [], bytearray(b"\xff" * 3)
+    for row, length in enumerate(prompt_len):
+        ids = draw(0, VOCAB, length)
+        cuts = sorted(draw(0, length + 1, draw(0, n_pieces)[0]))  # pieces may be empty
+        used = 0
+        for k, (begin, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+            at[row, k] = begin
+            if draw(0, 2)[0]:
+                own[row, used : used + end - begin] = ids[begin:end]
+                source[row, k], used = ~used, used + end - begin
+            else:
+                arena += b"\xff" * draw(0, 4)[0]
+                source[row, k] = len(arena)
+                arena += struct.pack(f"<{end - begin}i", *ids[begin:end])
+        counts.append(1 + len(cuts))
+        prompts.append(ids)
+    arena += b"\xff" * (-len(arena) % 4)  # and not a byte more: a word beyond the last id's must not be read
+    tensors = (own, np.array(counts, np.int32), at, source, np.frombuffer(bytes(arena) or b"\xff" * 4, np.int32).copy())
+    return Pieces(*(torch.from_numpy(array).to(DEVICE) for array in tensors)), prompts
+
+
+def make_step(seed: int, segments, capacity: int, form: Filter = EXACT) -> tuple[Plan, Pieces, Rows]:
     """Make a plan of `segments` (start, tokens, flags) for distinct rows; places beyond them hold garbage."""
     g = torch.Generator().manual_seed(seed)
 
@@ -44,24 +77,26 @@ def make_step(seed: int, segments, capacity: int, form: Filter = EXACT) -> tuple
     table, old_table = (column(0, 500, capacity, depth) for _ in range(2))
     table[:, depth - 1] = -1
     old_table[:, depth - 1] = -1
-    return plan, Rows(
+    prompt_len = column(0, MAX_LEN, capacity)
+    pieces, _ = scattered(g, prompt_len.tolist())
+    return plan, pieces, Rows(
         table,
         old_table,
         column(0, VOCAB, capacity, MAX_LEN),
-        column(0, MAX_LEN, capacity),
+        prompt_len,
         column(0, VOCAB, capacity),
         column(0, 2, capacity, dtype=torch.uint8),
         column(-(2**31), 2**31, capacity, form.words),
     )
 
 
-def compare(plan: Plan, rows: Rows, n_tokens: int, form: Filter = EXACT) -> Context:
+def compare(plan: Plan, pieces: Pieces, rows: Rows, n_tokens: int, form: Filter = EXACT) -> Context:
     """Run loader and reference from the same state with poisoned outputs; return the loader's context."""
     n_places = plan.seg_row.shape[0]
     mine, theirs = (Context(*(t.fill_(77) for t in Context.allocate(n_tokens, n_places, DEVICE))) for _ in range(2))
     other = Rows(*(t.clone() for t in rows))
-    load_context(plan, rows, mine, form)
-    load_context_reference(plan, other, theirs, form)
+    load_context(plan, pieces, rows, mine, form)
+    load_context_reference(plan, pieces, other, theirs, form)
     for name, found, expected in zip(Context._fields, mine, theirs, strict=True):
         assert torch.equal(found, expected), name
     for name, found, expected in zip(Rows._fields, rows, other, strict=True):
@@ -82,9 +117,9 @@ def test_any_plan_equals_reference(segments, spare, seed, n_tokens, form):
 
 
 def test_256_rows_of_one_token():
-    plan, rows = make_step(1, [(s % 90, 1, s % 4) for s in range(256)], 256)
+    plan, pieces, rows = make_step(1, [(s % 90, 1, s % 4) for s in range(256)], 256)
     done = sum(int(rows.done[r]) for r, f in zip(plan.seg_row.tolist(), plan.seg_flags.tolist(), strict=True) if f < 2)
-    context = compare(plan, rows, 256)
+    context = compare(plan, pieces, rows, 256)
     assert int(context.n_tokens) == 256 - done
     assert int(context.seg_skipped.sum()) == done > 0
 
@@ -96,9 +131,9 @@ def test_more_tokens_than_places_are_cut():
 
 
 def test_a_done_row_computes_nothing_and_a_first_segment_revives_it():
-    plan, rows = make_step(3, [(4, 2, pinned.SAMPLE), (0, 3, BOTH)], 2)
+    plan, pieces, rows = make_step(3, [(4, 2, pinned.SAMPLE), (0, 3, BOTH)], 2)
     rows.done.fill_(1)
-    context = compare(plan, rows, 16)
+    context = compare(plan, pieces, rows, 16)
     assert context.seg_tokens.tolist() == [0, 3]
     assert context.seg_skipped.tolist() == [1, 0]
     assert context.last_index.tolist() == [-1, 2]
@@ -107,21 +142,34 @@ def test_a_done_row_computes_nothing_and_a_first_segment_revives_it():
 
 @pytest.mark.parametrize("form", [EXACT, BLOOM], ids=KINDS)
 def test_the_filter_holds_the_prompt_and_nothing_else(form):
-    plan, rows = make_step(4, [(0, 1, pinned.FIRST)], 1, form)
+    plan, _, rows = make_step(4, [(0, 1, pinned.FIRST)], 1, form)
     rows.prompt_len[0] = 60
-    compare(plan, rows, 16, form)
-    words, ids = rows.seen[0].tolist(), rows.prompt_ids[0, :60].tolist()
+    pieces, (ids,) = scattered(torch.Generator().manual_seed(4), [60])
+    compare(plan, pieces, rows, 16, form)
+    words = rows.seen[0].tolist()
     bits = {i for i in range(32 * form.words) if words[i // 32] >> i % 32 & 1}
     assert bits == (set(ids) if form is EXACT else {bit for token in ids for bit in oracle.bloom_bits(token)})
 
 
 def test_the_last_token_clears_the_rest_of_a_page_that_this_step_opens():
-    plan, rows = make_step(5, [(0, 5, 0), (3, 2, 0), (PAGE - 1, 2, 0), (0, PAGE, 0)], 4)
+    plan, pieces, rows = make_step(5, [(0, 5, 0), (3, 2, 0), (PAGE - 1, 2, 0), (0, PAGE, 0)], 4)
     rows.done.zero_()
-    context = compare(plan, rows, 64)
+    context = compare(plan, pieces, rows, 64)
     tails = context.tail_of_token.tolist()
     assert [tails[t] for t in (4, 6, 8, 40)] == [PAGE - 5, 0, PAGE - 1, 0]
     assert sum(tails) == PAGE - 5 + PAGE - 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, MAX_LEN), min_size=1, max_size=4), st.integers(0, 10_000))
+def test_prompts_are_gathered_from_any_byte_of_the_arena_and_from_own_ids(lengths, seed):
+    plan, _, rows = make_step(seed, [(0, 1, pinned.FIRST)] * len(lengths), len(lengths))
+    rows.prompt_len.copy_(ints(lengths))
+    pieces, prompts = scattered(torch.Generator().manual_seed(seed), lengths, 9)
+    before = rows.prompt_ids.clone()
+    compare(plan, pieces, rows, 16)
+    for row, ids in enumerate(prompts):
+        assert rows.prompt_ids[row].tolist() == ids + before[row, len(ids) :].tolist()
 
 
 def test_flags_are_those_of_the_columns():
@@ -157,18 +205,21 @@ def test_embed_rows_equals_reference(live, hidden):
 
 
 def test_launchers_refuse_wrong_arguments():
-    plan, rows = make_step(6, [(0, 1, 0)], 2)
+    plan, pieces, rows = make_step(6, [(0, 1, 0)], 2)
     context = Context.allocate(16, 2, DEVICE)
 
-    def refused(argument: str, plan: Plan = plan, rows: Rows = rows, context: Context = context) -> None:
+    def refused(argument: str, plan=plan, pieces=pieces, rows=rows, context=context) -> None:
         with pytest.raises(ShapeError) as error:
-            load_context(plan, rows, context, EXACT)
+            load_context(plan, pieces, rows, context, EXACT)
         assert error.value.argument == argument
 
     refused("seg_len", plan=plan._replace(seg_len=ints([1])))
     refused("seg_flags", plan=plan._replace(seg_flags=ints([1, 1])))
     short = rows.page_table[:, :1].contiguous()
     refused("page_table", rows=rows._replace(page_table=short, table=short))
+    refused("own_ids", pieces=pieces._replace(own_ids=pieces.own_ids[:, 1:].contiguous()))
+    refused("piece_source", pieces=pieces._replace(piece_source=pieces.piece_source.int()))
+    refused("arena", pieces=pieces._replace(arena=pieces.arena.view(torch.uint8)))
     refused("prompt_ids", rows=rows._replace(prompt_ids=rows.prompt_ids.t()))
     refused("table", rows=rows._replace(table=rows.table[:, 1:].contiguous()))
     refused("seen", rows=rows._replace(seen=rows.seen[:, 1:].contiguous()))

@@ -318,8 +318,8 @@ class Stepper:
         self, row: int, ids: list[int], max_new: int, flags: int = 0, pages: list[int] | None = None, seed: int = 0
     ) -> None:
         c = self.columns
-        c.prompt_ids[row, : len(ids)] = ids
-        c.prompt_len[row], c.max_new[row], c.row_flags[row], c.seed[row] = len(ids), max_new, flags, seed
+        c.put_ids(row, ids)
+        c.max_new[row], c.row_flags[row], c.seed[row] = max_new, flags, seed
         c.temperature[row], c.top_p[row], c.penalty[row] = 0, 1, 1
         n = pages_for(len(ids) + max_new)
         c.page_table[row] = -1

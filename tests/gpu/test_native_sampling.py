@@ -52,7 +52,7 @@ def test_a_step_draws_as_the_sampler_alone(vocab: int, n_rows: int, dtype: torch
                 logits = bench.step.logits()
                 for i, piece in enumerate(pieces):
                     row = piece.row
-                    prompt = columns.prompt_ids[row, :5]
+                    prompt = columns.own_ids[row, :5]
                     seen = alone.bitmap(before[row], kind) if turn else alone.seen(prompt, (), kind)
                     token, logprob, flags = alone.row(
                         logits[i], seen=seen, temperature=columns.temperature[row], top_p=columns.top_p[row],

@@ -53,7 +53,7 @@ class Case:
         self.starts = np.zeros(ROWS, np.int64)
         self.shared = np.full((ROWS, WIDTH), -1, np.int32)
         self.copied = self.shared.copy()
-        bench.columns.prompt_ids[:] = self.rng.integers(0, bench.step.shape.vocab, bench.columns.prompt_ids.shape)
+        bench.step.prompt_ids[:] = self.rng.integers(0, bench.step.shape.vocab, bench.step.prompt_ids.shape)
         bench.columns.prompt_len.fill(WIDTH * PAGE)
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from zl.errors import DeviceError, InvariantError, ShapeError
 from zl.gpu.native.build import available_levels, have_compiler, pick_level
 from zl.gpu.pinned import EOS, FIRST, LENGTH, NUMERIC, SAMPLE, SKIPPED
 from zl.sampling.filter import KINDS
-from zl.shapes import RopeScaling
+from zl.shapes import MAX_PIECES, RopeScaling
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler or no AVX2: nothing native to test")
 
@@ -135,6 +135,7 @@ def test_kv_round_trips_and_serves_a_restored_row() -> None:
         bench.seat(1, ids)
         for layer in range(shape.n_layers):
             bench.step.write_kv(layer, 1, 0, *bench.step.read_kv(layer, 0, 0, 69))
+        bench.step.prompt_ids[1, :70] = ids
         bench.run(Piece(1, 69, 1, SAMPLE))
         assert bench.step.logits()[0].tobytes() == want.tobytes()
 
@@ -153,6 +154,49 @@ def test_broken_slots_are_refused_and_compute_nothing() -> None:
                 bench.run(piece)
         bench.run(Piece(0, 0, 32, FIRST))
         assert bench.step.times()["total"] > 0
+
+
+def test_ids_are_read_from_any_byte_of_the_arena_and_only_in_a_rows_first_step() -> None:
+    shape = tiny()
+    weights, ids = random_weights(shape, F32), prompt(45, shape.vocab)
+    arena = np.full(400, 255, np.uint8)
+    with Bench(shape, weights, arena=arena) as bench:
+        bench.seat(0, ids)
+        want = bench.prefill(0, [20]).tobytes()
+        for row, at in enumerate((0, 1, 2, 3), 1):
+            bench.seat(row, ids)
+            arena[at : at + 40] = np.array(ids[3:13], "<i4").view(np.uint8)
+            arena[at + 200 : at + 320] = np.array(ids[14:44], "<i4").view(np.uint8)
+            own = np.array([*ids[:3], ids[13], ids[44]], np.int32)
+            bench.columns.put_prompt(row, own, [(~0, 3), (at, 10), (~3, 1), (at + 200, 30), (~4, 1)])
+            bench.run(Piece(row, 0, 20, FIRST))
+            arena.fill(255)
+            bench.columns.own_ids[row] = -1
+            bench.run(Piece(row, 20, 25, SAMPLE))
+            assert bench.step.logits()[0].tobytes() == want
+            assert bench.step.prompt_ids[row, :45].tolist() == ids
+
+
+def test_a_prompt_that_lies_elsewhere_is_refused_and_nothing_is_read() -> None:
+    shape = tiny()
+    with Bench(shape, random_weights(shape, F32), arena=np.zeros(40, np.uint8)) as bench:
+        bench.seat(0, prompt(12, shape.vocab))
+        columns, room = bench.columns, bench.columns.own_ids.shape[1]
+        columns.put_prompt(0, columns.own_ids[0, :2], [(~0, 2), (0, 10)])
+        bench.run(Piece(0, 0, 12, FIRST))
+        for name, value in {
+            "piece_source": (1, 40, 2**62, -room - 2, -(2**63)), "n_pieces": (-1, MAX_PIECES + 1),
+            "prompt_len": (-1, 13, room + 1), "piece_at": (-1, 13, 2**31 - 1, -(2**31)),
+        }.items():  # fmt: skip
+            column = getattr(columns, name)
+            at = (0, 1) if column.ndim == 2 else (0,)
+            before = int(column[at])
+            for wrong in value:
+                column[at] = wrong
+                with pytest.raises(InvariantError, match="own ids and the arena"):
+                    bench.run(Piece(0, 0, 12, FIRST))
+            column[at] = before
+        bench.run(Piece(0, 0, 12, FIRST))
 
 
 def test_two_steps_in_flight_end_in_order() -> None:

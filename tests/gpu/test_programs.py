@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_step import SHAPE, SHAPES, make_tensors
-from zl.config import load
-from zl.errors import DeviceError
+from zl.builder import level_for
+from zl.config import Settings, load
+from zl.errors import ConfigError, DeviceError
 from zl.gpu.cuda_guard import CudaGuard
 from zl.gpu.cuda_step import CudaStep
 from zl.gpu.native.build import available_levels
@@ -104,6 +105,9 @@ def test_a_cpu_without_compiler_is_warned_of_and_an_explicit_level_is_refused(mo
             program_of("cpu", level)
         assert refused.value.exit_status == 2
     assert program_of("cuda", "amx") == "torch"
+    if available_levels():
+        with pytest.raises(ConfigError, match=r"no program to build: no C\+\+ compiler found; install g\+\+"):
+            level_for(Settings(), "cpu")
 
 
 def test_float32_on_cuda_takes_the_twin_and_says_so(monkeypatch):
@@ -125,14 +129,15 @@ def test_float32_on_cuda_takes_the_twin_and_says_so(monkeypatch):
 def test_a_server_on_cuda_guards_the_program_and_keeps_its_slot_from_the_loop():
     device = NoGpu()
     device.allocate = np.zeros
+    device.register = lambda address, n_bytes: None
     settings = load({"heartbeat_s": 30, "debug_addresses": "on"}, environ={})
     build = SimpleNamespace(
         device=device, settings=settings, dtype="bfloat16", shapes=SHAPES, model=SHAPE, weights=Source()
     )  # fmt: skip
-    engine, columns, slots, run_ahead = open_build(build, lambda _: None)
+    engine, columns, slots, run_ahead, _ = open_build(build, lambda _: None)
     assert isinstance(engine, CudaGuard)
     assert (len(slots), run_ahead) == (2, 1)
-    assert columns.prompt_ids.shape[0] == SHAPES.max_rows + 1
+    assert columns.own_ids.shape[0] == SHAPES.max_rows + 1
     assert len(engine._slots) == 3
     assert engine._own == 2
     assert engine.heartbeat._period_s == 30
@@ -159,7 +164,7 @@ def test_without_triton_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith(("zl.gpu.kernels.", "zl.gpu.cuda_step"))]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(DeviceError, match=r"triton.*zl\[cuda\]"):
+    with pytest.raises(DeviceError, match=r"triton.*in a clone of zl, pip install '\.\[cuda\]'"):
         opened("bfloat16")
 
 

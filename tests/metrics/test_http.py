@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 
+from zl.address import parse_host_port
 from zl.errors import ConfigError, ZlError
 from zl.health import Health, Phase
 from zl.metrics.http import MetricsServer, check_address
@@ -111,10 +112,14 @@ def test_a_peer_that_says_nothing_holds_up_neither_others_nor_the_end(server):
         assert time.monotonic() - begun < 5
 
 
-@pytest.mark.parametrize("address", ["9433", "host:", ":9433", "h:p"])
-def test_an_address_that_is_none_is_refused(health, address):
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        MetricsServer(address, {}, health)
+@pytest.mark.parametrize("address", ["9433", "host:", ":9433", "h:p", "::1:9433", "127.0.0.1:65536", "127.0.0.1:²"])
+def test_an_address_that_is_none_is_refused_as_everywhere(health, address):
+    with pytest.raises(ConfigError) as said:
+        parse_host_port(address, port_zero=True, example=9433)
+    for take in (check_address, lambda address: MetricsServer(address, {}, health)):
+        with pytest.raises(ConfigError) as caught:
+            take(address)
+        assert str(caught.value) == f"metrics: {said.value}; or say off"
 
 
 def test_a_port_in_use_is_named(server, health):
@@ -127,5 +132,3 @@ def test_a_port_in_use_is_known_before_anything_is_served(server):
     with pytest.raises(ZlError, match=f"127.0.0.1:{server.port} is in use"):
         check_address(f"127.0.0.1:{server.port}")
     check_address("127.0.0.1:0")
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        check_address("9433")

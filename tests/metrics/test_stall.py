@@ -7,7 +7,6 @@ import time
 import urllib.error
 import urllib.request
 
-import numpy as np
 import pytest
 
 from tests.fake_engine import FakeEngine
@@ -15,6 +14,7 @@ from zl.dispatch import Dispatcher
 from zl.gpu.loop import GenerationLoop
 from zl.gpu.pinned import RowColumns, StepSlot
 from zl.health import Health, Phase
+from zl.ids import Ids
 from zl.metrics.http import MetricsServer
 from zl.pages import PageBooks
 from zl.rows import Job, Rows
@@ -69,7 +69,7 @@ def test_a_hanging_engine_flips_both_probes_within_two_seconds_and_an_idle_one_n
         assert status(server, "/livez") == status(server, "/readyz") == 200
         time.sleep(0.1)
     job = Job(
-        conn=None, request_id=1, prompt=np.arange(4, dtype=np.int32), prefix_len=0, max_new=2,
+        conn=None, request_id=1, prompt=Ids.of(range(4)), prefix_len=0, max_new=2,
         sampling=profiles.resolve(0), seed=1, stream=None, arrived=0.0,
     )  # fmt: skip
     dispatcher.admit(job, 0.0)

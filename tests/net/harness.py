@@ -19,7 +19,7 @@ import uvloop
 from zl.address import TcpAddress, UnixAddress
 from zl.errors import Code, Finish, RequestError
 from zl.gpu.arena import Arena
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.codec import Request, Response, ServerInfo, Usage
 from zl.net.frames import PING, FrameDecoder, FrameEvent, Payload, Ping
 from zl.net.host import Limits
@@ -55,19 +55,23 @@ class App:
     queue_limit: int = 10_000
     jobs: dict[Any, dict[int, Job]] = field(default_factory=dict)
     submitted: list[Request] = field(default_factory=list)
+    refusals: list[tuple[int, Code]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     closed_conns: list[Any] = field(default_factory=list)
 
     def submit(self, conn: Any, request: Request) -> None:
         if sum(map(len, self.jobs.values())) >= self.queue_limit:
             raise RequestError(Code.OVERLOADED, "no place left", retry_after_ms=20)
-        codec.check_request(request)  # the number of turns is the application's matter
-        codec.check_tokens(request, VOCAB)
+        rules.check_request(request)  # the number of turns is the application's matter
+        rules.check_tokens(request, VOCAB)
         self.submitted.append(request)
         n = min(request.max_tokens or 256, self.n_tokens)
         self.jobs.setdefault(conn, {})[request.request_id] = Job(request, n)
         if not self.held:
             asyncio.get_running_loop().call_soon(self.step)
+
+    def refused(self, conn: Any, request: Request, code: Code) -> None:
+        self.refusals.append((request.request_id, code))
 
     def cancel(self, conn: Any, request_id: int) -> None:
         self.cancelled.append(request_id)
@@ -76,7 +80,8 @@ class App:
 
     def closed(self, conn: Any) -> None:
         self.closed_conns.append(conn)
-        self.jobs.pop(conn, None)
+        for job in self.jobs.pop(conn, {}).values():
+            job.request.give_back()
 
     def server_info(self) -> bytes:
         return codec.pack_server_info(INFO)
@@ -98,6 +103,7 @@ class App:
     def _finish(self, conn: Any, job: Job, finish: Finish) -> None:
         request_id = job.request.request_id
         del self.jobs[conn][request_id]
+        job.request.give_back()
         if not self.jobs[conn]:
             del self.jobs[conn]
         conn.queue(codec.encode_last(request_id, [], b"", None, finish, Usage(completion_tokens=job.n_done)))
@@ -201,11 +207,12 @@ async def serving(
     auth_token: bytes | None = None,
     tls: Any = None,
     factory: Any = None,
+    decode: codec.Decoder | None = None,
 ) -> AsyncIterator[Served]:
     app = app or App()
     arena = Arena(n_berths)
     loop = asyncio.get_running_loop()
-    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token)
+    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token, decode=decode)
     path = str(tmp_path / "s.sock")
     bounds = bind_all([TcpAddress("127.0.0.1", 0), UnixAddress(path)])
     listeners = await listen(bounds, (lambda: factory(net)) if factory else net.connection, tls=tls)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.tools.mutants import mutants
 from zl.compiled import compiler
 from zl.errors import DeviceError, FrameError, InvariantError, RequestError
-from zl.net import codec, schema_pb2
+from zl.net import codec, rules, schema_pb2
 from zl.net.frames import FrameDecoder, Payload, frame
 from zl.net.messages import Operation, Request
 from zl.net.native import library
@@ -47,7 +47,7 @@ def by_codec(payload: bytes, max_messages: int | None = None) -> Request | None:
         request = codec.decode_request(payload)
         if request.operation != Operation.GENERATE:
             return None
-        codec.check_request(request, max_messages)
+        rules.check_request(request, max_messages)
     except (FrameError, RequestError):
         return None
     return request
@@ -329,7 +329,7 @@ def test_a_hundred_thousand_requests_leave_nothing():
 
 
 def test_a_valid_request_is_not_checked_again(monkeypatch):
-    monkeypatch.setattr(codec, "check_request", None)
+    monkeypatch.setattr(rules, "check_request", None)
     monkeypatch.setattr(codec, "decode_request", None)
     (action,) = Session(decode=decode).receive(request(), True)
     assert action == Submit(Request(request_id=7, messages=[b"hi"]))

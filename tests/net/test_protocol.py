@@ -294,6 +294,7 @@ def test_a_duplicate_id_is_refused_and_the_connection_lives_on(tmp_path):
             await peer.ask(1)  # the id is free again
             await served.until(lambda: len(served.app.submitted) == 2)
             assert served.net.counters.errors[Code.DUPLICATE_ID] == 1
+            assert served.app.refusals == [(1, Code.DUPLICATE_ID)]
 
     run(main())
 

@@ -152,6 +152,36 @@ def test_draining_turns_requests_away_and_serves_the_rest():
     assert session.close() == [Close()]
 
 
+@pytest.mark.parametrize(
+    ("token", "first", "accepting", "refused"),
+    [
+        (None, payload(1, messages=[]), True, True),
+        (None, payload(1, operation=77), True, True),
+        (None, payload(5), True, True),
+        (None, hello(request_id=5), True, True),
+        (None, payload(1), False, True),
+        (b"secret", payload(1), True, True),
+        (b"secret", hello(b"wrong"), True, True),
+        (b"secret", cancel(1), True, True),
+        (None, b"\x00\x01", True, False),  # whose id nobody knows
+    ],
+)
+def test_a_refusal_carries_the_request_that_it_ends(token, first, accepting, refused):
+    session = Session(token)
+    if token is None:
+        submit(session, 5)
+    send = session.receive(first, accepting)[0]
+    assert isinstance(send, Send)
+    assert send.refused == (codec.decode_request(first) if refused else None)
+
+
+def test_the_applications_own_refusal_is_not_news_to_it():
+    session = Session()
+    submit(session, 1)
+    (send,) = session.refused(1, RequestError(Code.OVERLOADED, "full"))
+    assert send.refused is None
+
+
 def test_what_cannot_happen_raises():
     session = Session()
     with pytest.raises(InvariantError):

@@ -207,10 +207,10 @@ def test_hup_reloads_what_can_be_and_names_what_cannot(service, tmp_path, small)
     waiting = [line for line in lines if "needs a restart" in line]
     assert waiting == ["WARNING berths has changed and needs a restart setting=berths running=256 configured=17"]
     deadline = time.monotonic() + 10
-    while access.read_text().count("\n") < 2 and time.monotonic() < deadline:
+    while access.read_text().count("\n") < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     asked = [json.loads(line) for line in access.read_text().splitlines()]
-    assert [entry["outcome"] for entry in asked] == ["length", "length"]
+    assert [entry["outcome"] for entry in asked] == ["unauthenticated", "length", "length"]
     assert "secret" not in access.read_text() + log.read_text()
     assert not (tmp_path / "rotated.access").read_text()
     assert "reloaded" not in (tmp_path / "rotated.log").read_text()

@@ -57,7 +57,8 @@ class ServerProcess:
     def in_use(self) -> tuple[float, float, float]:
         figures = self.figures()
         rows = figures['zl_rows{state="live"}'] + figures['zl_rows{state="ending"}']
-        return rows, figures['zl_pages{state="used"}'], figures['zl_berths{state="used"}']
+        berths = figures['zl_berths{state="used"}'] + figures['zl_berths{state="lent"}']
+        return rows, figures['zl_pages{state="used"}'], berths
 
     def settle(self, seconds: float = 20.0) -> tuple[float, float, float]:
         """Wait until nothing is in use; return what still is."""

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.system.conftest import CONSTANT_PROMPT
 from zl.client import AsyncClient, Client
 from zl.client.messages import join
+from zl.gpu.weights import open_model
+from zl.text.tokenizer import text_model
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -142,6 +145,31 @@ def test_killed_clients_leave_nothing_in_use(server):
             client.wait()
             client.stdout.close()
     assert server.settle() == (0, 0, 0)
+
+
+def test_token_ids_get_the_texts_answers_from_leased_berths_and_from_copies(default_server, gguf_path):
+    tokenizer = text_model(open_model(gguf_path)).tokenizer
+    systems = ["", CONSTANT_PROMPT, "Be brief."]  # the second fills constant pages
+    asked = [(systems[i % 3], f"Tell me about number {i}, please. " * (1 + 20 * (i % 7 == 0))) for i in range(200)]
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def answers(client, encode):
+        streams = [
+            client.stream([encode(text)], system=encode(system), max_tokens=4, seed=i)
+            for i, (system, text) in enumerate(asked)
+        ]
+        lent = default_server.figures()['zl_berths{state="lent"}']
+        return [join(list(stream), stream.result).token_ids for stream in streams], lent
+
+    with Client(default_server.unix, timeout=300) as client:
+        by_text, held = answers(client, lambda text: text)
+        assert held == 0
+        by_ids, held = answers(client, ids)
+    assert by_ids == by_text
+    assert 0 < held <= 128
+    assert default_server.settle() == (0, 0, 0)
 
 
 def test_cancel_ends_with_cancelled_and_frees_the_row(server):

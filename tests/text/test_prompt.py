@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from zl.errors import Code, ConfigError, ModelError, RequestError
 from zl.policy import Policy
 from zl.shapes import Shapes
 from zl.text.layout import Encoder
-from zl.text.prompt import MARKER, PromptBuilder
+from zl.text.outline import CONTEXT, LITERAL
+from zl.text.prompt import MARKER, Prompt, PromptBuilder
 from zl.text.tokenizer import TextModel, tokenizer_from_folder
 
 RELAXED = settings(deadline=None, max_examples=120, suppress_health_check=list(HealthCheck))
@@ -376,27 +376,28 @@ def test_encodings_that_come_again_are_the_same(builder):
 # Contents as tokens
 
 
-def pack(ids):
-    return struct.pack(f"<{len(ids)}i", *ids)
+def laid(builder, system: list[int], messages: list[list[int]], context: list[int] | None = None, limit=None) -> Prompt:
+    """Fill an outline with the ids it was made for."""
+    context = context or []
+    made = builder.outline(len(system), [len(ids) for ids in messages], len(context), limit)
+    sources = {LITERAL: made.literals.tolist(), CONTEXT: context, 0: system, **dict(enumerate(messages, 1))}
+    ids = [token for slot, start, n in made.spans for token in sources[slot][start : start + n]]
+    assert len(ids) == made.n_tokens
+    assert all(n for _, _, n in made.spans)
+    return Prompt(ids, made.prefix_len, made.truncated)
 
 
 def test_tokens_are_inserted_between_the_templates_own(builder, smol):
     def encode(text):
         return smol.tokenizer.encode(text, add_special_tokens=False).ids
 
-    got = builder.build(pack([500, 501]), [pack([600]), pack([]), pack([700, 701])], pack([800]), tokens=True)
+    got = laid(builder, [500, 501], [[600], [], [700, 701]], [800])
     wanted = [1, *encode("system\n"), 500, 501, 2, *encode("\n"), 1, *encode("user\n"), 600, 2, *encode("\n")]
     wanted += [1, *encode("assistant\n"), 2, *encode("\n"), 1, *encode("user\n"), 800, *encode("\n\n"), 700, 701, 2]
     wanted += [*encode("\n"), 1, *encode("assistant\n")]
     assert got.ids == wanted
     assert got.prefix_len == 8
     assert not got.truncated
-
-
-def test_odd_byte_count_names_the_field(builder):
-    with pytest.raises(RequestError, match="int32") as caught:
-        builder.build(b"", [b"123"], tokens=True)
-    assert caught.value.field == "messages[0]"
 
 
 # Budgets
@@ -556,13 +557,13 @@ def test_no_place_for_messages_is_an_error(builder):
 
 def test_tokens_over_their_budgets(smol, small):
     marker = smol.tokenizer.encode(MARKER).ids
-    prompt = small.build(pack([500] * 40), [pack([600] * 300)], pack([700] * 40), tokens=True, max_prompt_tokens=150)
+    prompt = laid(small, [500] * 40, [[600] * 300], [700] * 40, 150)
     assert prompt.truncated
     assert len(prompt.ids) == 150
     assert prompt.ids.count(500) == SMALL.system_tokens - len(marker)
     assert prompt.ids.count(700) == SMALL.context_tokens - len(marker)
     assert prompt.ids[-(len(marker) + 6) : -6] == marker
-    exact = small.build(pack([500] * 32), [pack([600])], tokens=True)
+    exact = laid(small, [500] * 32, [[600]])
     assert not exact.truncated
 
 
@@ -582,7 +583,7 @@ def test_reject_mode_names_field_and_numbers(smol):
     with pytest.raises(RequestError, match="more than 400 tokens"):
         builder.build(b"", [LONG.encode()])
     with pytest.raises(RequestError, match="33 tokens, 32 allowed"):
-        builder.build(pack([5] * 33), [pack([6])], tokens=True)
+        builder.outline(33, [1])
     assert [policy.counters.exceeded[limit, "reject"] for limit in ("system_tokens", "context_tokens")] == [2, 1]
     assert policy.counters.exceeded["prompt_tokens", "reject"] == 2
 
@@ -593,7 +594,7 @@ def test_text_over_its_budget_is_counted_each_time_also_where_its_encoding_is_ke
     for _ in range(3):
         assert builder.build(b"word " * 40, [b"q"]).truncated
     builder.build(b"few words", [b"q"])
-    builder.build(b"", [pack([6])], pack([7] * 30), tokens=True)
+    builder.outline(0, [1], 30)
     builder.build(b"", [LONG.encode()])
     counted = {limit: n for (limit, _), n in policy.counters.exceeded.items() if n}
     assert counted == {"system_tokens": 3, "context_tokens": 1, "prompt_tokens": 1}
@@ -607,12 +608,11 @@ def test_allowed_text_is_whole_up_to_what_the_model_holds(smol):
     prompt = builder.build(*asked)
     assert prompt == wide.build(*asked)
     assert not prompt.truncated
-    ids = (pack([500] * 40), [pack([600])], pack([700] * 30))
-    assert builder.build(*ids, tokens=True) == wide.build(*ids, tokens=True)
+    assert builder.outline(40, [1], 30)[1:] == wide.outline(40, [1], 30)[1:]
     assert set(policy.counters.exceeded.values()) == {0, 2}
-    for system in (LONG.encode() * 4, pack([5] * 401)):
+    for build in (lambda: builder.build(LONG.encode() * 4, [b"q"]), lambda: builder.outline(401, [1])):
         with pytest.raises(RequestError, match="400 allowed") as caught:
-            builder.build(system, [pack([6])], tokens=len(system) < 2000)
+            build()
         assert (caught.value.code, caught.value.field) == (Code.LIMIT_EXCEEDED, "system_prompt")
 
 

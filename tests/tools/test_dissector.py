@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from tests.tools.mutants import mutants
 from zl.errors import Code, Finish, PeerError
-from zl.net import codec, schema_pb2
+from zl.net import codec, rules, schema_pb2
 from zl.net.frames import FrameDecoder, Payload
 from zl.net.messages import ServerInfo, Usage
 from zl.net.session import Send, Session, Submit
@@ -60,7 +60,7 @@ def server_verdict(data: bytes) -> tuple[int, Code] | None:
             if isinstance(action, Submit):
                 try:
                     POLICY.rule(action.request)
-                    codec.check_tokens(action.request, VOCAB)
+                    rules.check_tokens(action.request, VOCAB)
                 except PeerError as error:
                     return n, error.code
                 session.finished(action.request.request_id)

@@ -112,7 +112,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 )
 def test_each_example_file_runs(name, arguments, stdin, words):
     if "qdrant" in name:
-        pytest.importorskip("qdrant_client", reason="the example's extra is not installed (pip install 'zl[examples]')")
+        pytest.importorskip("qdrant_client", reason="the example's extra is not installed (pip install '.[examples]')")
     with DocServer() as server:
         done = subprocess.run([sys.executable, str(EXAMPLES / name), *arguments], input=stdin, capture_output=True,
                               text=True, timeout=60, check=False,

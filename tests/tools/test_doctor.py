@@ -16,7 +16,9 @@ import pytest
 from tests.tiny_model import write_tiny
 from zl.address import TcpAddress, UnixAddress
 from zl.cli import doctor
+from zl.compiled import NO_COMPILER
 from zl.config import Settings
+from zl.gpu.native.build import no_compiler
 from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
 from zl.tools.findings import FAIL, OK, WARN
 
@@ -24,6 +26,13 @@ from zl.tools.findings import FAIL, OK, WARN
 def write(path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_a_gpu_without_its_packages_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda _: "")
+    found = doctor._gpu(doctor_gpu.Gpu(1, "", "13.0", "a GPU"), replace(Settings(), device="cuda"))
+    assert found.level == FAIL
+    assert found.text.endswith("not usable: missing cuda-python, triton; in a clone of zl, pip install '.[cuda]'")
 
 
 def test_int8_keys_and_values_are_said_or_refused():
@@ -41,7 +50,8 @@ def test_int8_keys_and_values_are_said_or_refused():
         assert "leave kv out" in found.text
     assert doctor._choice(replace(eight, kv="auto"), some, none, None).level == WARN
     asked = doctor._choice(replace(Settings(), device="cpu", cpu_level="avx2"), some, none, None)
-    assert (asked.level, "no g++ to compile it" in asked.text) == (FAIL, True)
+    assert (asked.level, asked.text) == (FAIL, f"cpu_level is avx2, but {no_compiler()}")
+    assert doctor._compiler(None).text.startswith(NO_COMPILER)
 
 
 # --- machine ----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import subprocess
 from collections.abc import Iterator
 
 from zl import __version__
+from zl.compiled import NO_COMPILER
 from zl.compiled import compiler as find_compiler
 from zl.config import Settings, load
-from zl.errors import ConfigError, ZlError
+from zl.errors import INSTALL_CUDA, ConfigError, ZlError
 from zl.gpu.native import build as native
 from zl.pull import MODELS, cache_folder, locate
 from zl.tools import doctor_gpu, doctor_machine, doctor_ports, doctor_units
@@ -83,7 +84,8 @@ def _packages() -> Iterator[Finding]:
     wanted = ("torch", "numpy", "uvloop", "protobuf", "tokenizers")
     missing = [package for package in wanted if not _version(package)]
     if missing:
-        yield Finding(FAIL, "packages", f"missing: {', '.join(missing)}; run make install, or pip install zl")
+        lacking = ", ".join(missing)
+        yield Finding(FAIL, "packages", f"missing: {lacking}; in a clone of zl, run make install, or pip install .")
     else:
         yield Finding(OK, "packages", ", ".join(f"{package} {_version(package)}" for package in wanted))
 
@@ -97,8 +99,7 @@ def _cpu(levels: list[str]) -> Finding:
 
 def _compiler(path: str | None) -> Finding:
     if path is None:
-        return Finding(WARN, "compiler", "no g++: torch computes instead of native code, several times slower; "
-                                         "install g++ (apt install g++)")  # fmt: skip
+        return Finding(WARN, "compiler", f"{NO_COMPILER}; until then torch computes, several times slower")
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -115,7 +116,7 @@ def _gpu(gpu: doctor_gpu.Gpu, settings: Settings) -> Finding:
     lacking = _cuda_lacking()
     if lacking:
         level = FAIL if settings.device == "cuda" else WARN
-        return Finding(level, "gpu", f"{text}; not usable: {lacking}; pip install 'zl[cuda]'")
+        return Finding(level, "gpu", f"{text}; not usable: {lacking}; {INSTALL_CUDA}")
     return Finding(OK, "gpu", text)
 
 
@@ -160,10 +161,9 @@ def _choice(settings: Settings, levels: list[str], gpu: doctor_gpu.Gpu, compiler
     if level == "auto":
         level, because = (levels[0], "the best of this CPU") if levels else ("torch", "no AVX2")
     if compiler is None and settings.cpu_level not in ("auto", "torch"):
-        return Finding(FAIL, "will use", f"cpu_level is {level}, but there is no g++ to compile it: install g++, or "
-                                         "leave cpu_level out")  # fmt: skip
+        return Finding(FAIL, "will use", f"cpu_level is {level}, but {native.no_compiler()}")
     if level != "torch" and compiler is None:
-        level, because = "torch", "no g++"
+        level, because = "torch", "no C++ compiler"
     elif level not in (*levels, "torch") and not (level == "avx512" and "avx512f" in levels):
         return Finding(FAIL, "will use", f"cpu_level is {level}, which this CPU lacks: {', '.join(levels) or 'torch'}")
     if level == "torch" and settings.kv == "int8":

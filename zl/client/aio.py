@@ -15,7 +15,8 @@ from typing import Self, TypeVar, Unpack
 
 from zl.address import Target, TcpAddress, UnixAddress
 from zl.client import endpoints
-from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut
+from zl.client.channel import ASK_TLS_S
+from zl.client.errors import StreamBroken, TimedOut, TlsFailed
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, ServerInfo, Timeouts, join, request_fields
 from zl.client.trust import Trust
 from zl.client.wire import MAX_BUFFERED, Call, Wire
@@ -52,6 +53,7 @@ class AsyncClient:
         self._wire.closed = "this client is not connected yet"
         self._pong = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
+        self._n_sent = 0
         self._task: asyncio.Task[None] | None = None
 
     async def connect(self) -> Self:
@@ -119,7 +121,7 @@ class AsyncClient:
             more = endpoints.silent(self._target, self._wire.heard)
             raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s{more}", phase="ping")
         if not self._wire.ponged(number):
-            raise ConnectionFailed(self._wire.closed)
+            raise self._wire.failure()
         return time.monotonic() - start
 
     @property
@@ -152,6 +154,7 @@ class AsyncClient:
     def write(self, data: bytes) -> None:
         """Send bytes; nothing happens once the connection is gone, since its calls have been told."""
         if data and self._writer is not None and not self._wire.closed:
+            self._n_sent += len(data)
             self._writer.write(data)  # wire
 
     async def drain(self) -> None:
@@ -175,16 +178,24 @@ class AsyncClient:
         return call
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        reason = ""
+        target, alert = self._target, False
+        failure: OSError | None = None
         try:
             while data := await reader.read(_READ_BYTES):
+                alert = not self._wire.heard and isinstance(target, TcpAddress) and endpoints.is_tls(data)
+                if alert:
+                    break
                 self.write(self._wire.receive(data))
                 self._pong.set()
                 if self._wire.closed:
                     return
         except OSError as error:
-            reason = endpoints.broke(error)
-        self._wire.lost(reason or endpoints.ended(self._target, self._wire.heard))
+            failure = error
+        if isinstance(target, TcpAddress) and not self._wire.heard:  # see Channel._look_for_tls
+            found = alert or (endpoints.judged(self._n_sent) and await _speaks_tls(target))
+            failure = endpoints.needs_tls(target) if found else failure
+        reason = endpoints.broke(failure) if failure else endpoints.ended(target, self._wire.heard)
+        self._wire.lost(reason, needs_tls=isinstance(failure, TlsFailed))
         self._pong.set()
 
 
@@ -290,3 +301,18 @@ async def open_transport(
         except OSError as error:  # TimeoutError is one
             last = error
     raise endpoints.failure(addresses, last, trust.ca_file) from last
+
+
+async def _speaks_tls(address: TcpAddress) -> bool:
+    from zl.client.tls import client_hello
+
+    try:
+        async with asyncio.timeout(ASK_TLS_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            try:
+                writer.write(client_hello(address.host))  # wire
+                return endpoints.is_tls(await reader.read(_READ_BYTES))
+            finally:
+                writer.close()
+    except OSError:  # TimeoutError is one
+        return False

@@ -15,8 +15,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from zl.address import Target, TlsAddress, UnixAddress
+from zl.address import Target, TcpAddress, TlsAddress, UnixAddress
 from zl.client import endpoints
+from zl.client.endpoints import is_tls, judged, needs_tls
 from zl.client.trust import Trust
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ _RECV_BYTES = 1 << 16
 _MAX_WAITING_BYTES = 1 << 20
 _LONGEST_S = 1_000_000.0
 """The longest single wait: poll counts milliseconds in an int, which ends after 24 days."""
+
+ASK_TLS_S = 1.0
+"""How long a server that ended a connection without a word may take to show that it speaks TLS."""
 
 
 class Channel:
@@ -44,12 +48,36 @@ class Channel:
         self._sender = 0  # the thread that has it
         self._queued: set[int] = set()  # threads that wait for it
         self._broken: OSError | None = None
+        self._heard = self._shut = self._sent_all = False
+        self._n_sent = 0
 
     def receive(self, timeout: float) -> bytes | None:
         """Wait at most `timeout` seconds for bytes; b"" at the end, None where none came, or no whole TLS record.
 
-        Raises  OSError: the connection broke
+        Raises  TlsFailed: the address is a tcp: one, and the server speaks TLS; OSError: the connection broke
         """
+        if self._heard:
+            return self._receive(timeout)
+        try:
+            data = self._receive(timeout)
+        except OSError:
+            self._look_for_tls(b"")
+            raise
+        if data is not None:
+            self._look_for_tls(data)
+            self._heard = bool(data)
+        return data
+
+    def _look_for_tls(self, first: bytes) -> None:
+        """Raise TlsFailed where the first that came, or the end before anything did, is that of a TLS server."""
+        address = self.address
+        if self._shut or not isinstance(address, TcpAddress):
+            return
+        # zl's closes without a word, as one that is being stopped may: so it is asked.
+        if is_tls(first) or (not first and judged(self._n_sent, self._sent_all) and _speaks_tls(address)):
+            raise needs_tls(address)
+
+    def _receive(self, timeout: float) -> bytes | None:
         if self._early:
             early, self._early = self._early, b""
             return early
@@ -119,6 +147,7 @@ class Channel:
         try:
             while self._waiting:
                 chunk = self._waiting.popleft()
+                self._n_sent += len(chunk)
                 self._socket.sendall(chunk if self._tls is None else self._tls.encrypt(chunk))  # wire
                 done = done or chunk is data
                 if done and self._queued:
@@ -131,11 +160,13 @@ class Channel:
 
     def end_sending(self) -> None:
         """Say that nothing more will be sent."""
+        self._sent_all = True
         self._farewell()
         self._socket.shutdown(socket.SHUT_WR)
 
     def shut(self) -> None:
         """End the connection; a thread that receives wakes. `close` must follow, once it has."""
+        self._shut = True
         self._farewell()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -214,6 +245,17 @@ def _open_tls(address: TlsAddress, timeout: float | None, trust: Trust) -> Chann
         sock.close()
         raise
     return Channel(sock, address, tls, early)
+
+
+def _speaks_tls(address: TcpAddress) -> bool:
+    from zl.client.tls import client_hello
+
+    try:
+        with open_socket(address, ASK_TLS_S) as sock:
+            sock.sendall(client_hello(address.host))  # wire
+            return is_tls(sock.recv(_RECV_BYTES))
+    except OSError:
+        return False
 
 
 def _shake_hands(sock: socket.socket, tls: Tls, end: float | None) -> bytes:

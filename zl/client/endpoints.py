@@ -16,7 +16,10 @@ from zl.address import (
     default_socket,
     parse_target,
 )
-from zl.client.errors import ConnectionFailed
+from zl.client.errors import ConnectionFailed, TlsFailed
+
+_TLS_HEADER_BYTES = 5
+"""Of a record; before it has as many, a TLS server says nothing."""
 
 
 def candidates(address: str | None, environ: Mapping[str, str] | None = None) -> list[Target]:
@@ -61,7 +64,26 @@ def failure(tried: list[Target], error: OSError, ca_file: str = "") -> Connectio
 
 def broke(error: OSError) -> str:
     """Say that a connection broke, and why."""
+    if isinstance(error, ConnectionFailed):
+        return str(error)
     return f"the connection broke: {error.strerror or error}"
+
+
+def is_tls(data: bytes) -> bool:
+    """Tell whether what a server says first is a TLS record: an alert to our frame, or its part of a handshake."""
+    # RFC 8446, section 5.1. As the header of a frame it would announce 350 MB.
+    return data[:1] in (b"\x15", b"\x16") and data[1:2] == b"\x03"
+
+
+def judged(n_sent: int, ended: bool = False) -> bool:
+    """Tell whether a TLS server would have turned away a connection by what was sent on it, or by the end of it."""
+    return n_sent >= _TLS_HEADER_BYTES or (ended and n_sent > 0)
+
+
+def needs_tls(address: TcpAddress) -> TlsFailed:
+    """Make the exception for a server that speaks TLS behind an address that says otherwise."""
+    host_port = str(address).removeprefix("tcp:")
+    return TlsFailed(f"the server at {host_port} speaks TLS: use {TlsAddress(*address)}")
 
 
 def ended(address: Target | None, heard: bool) -> str:

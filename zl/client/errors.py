@@ -18,7 +18,7 @@ class ConnectionFailed(ZlClientError, ConnectionError):  # noqa: N818 (says what
 
 
 class TlsFailed(ConnectionFailed):
-    """No TLS comes about: the certificate is not to be trusted, or none is spoken there. Asking again is no help."""
+    """No TLS comes about: the certificate is not to be trusted, or only one side speaks it. Asking again is no help."""
 
 
 class StreamBroken(ZlClientError, ConnectionError):  # noqa: N818

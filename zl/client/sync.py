@@ -15,7 +15,7 @@ from typing import Self, Unpack
 
 from zl.client import endpoints
 from zl.client.channel import open_channel
-from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut
+from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut, TlsFailed
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, ServerInfo, Timeouts, join, request_fields
 from zl.client.trust import Trust
 from zl.client.wire import MAX_BUFFERED, Call, Wire
@@ -97,7 +97,7 @@ class Client:
             more = endpoints.silent(self._channel.address, self._wire.heard)
             raise TimedOut(f"no answer to a ping within {self._timeouts.connect:g} s{more}", phase="ping")
         if not self._wire.ponged(number):
-            raise ConnectionFailed(self._wire.closed)
+            raise self._wire.failure()
         return time.monotonic() - start
 
     @property
@@ -171,11 +171,11 @@ class Client:
         self._reading = True
         self._changed.release()
         data: bytes | None = None
-        reason = ""
+        failure: OSError | None = None
         try:
             data = self._channel.receive(timeout)
         except OSError as error:
-            data, reason = b"", endpoints.broke(error)
+            data, failure = b"", error
         finally:
             self._changed.acquire()
             self._reading = False
@@ -186,7 +186,8 @@ class Client:
                 with contextlib.suppress(ConnectionFailed):
                     self._send(cancels, wait=False)  # a server may wait for us to read before it reads again
         elif data is not None:
-            self._wire.lost(reason or endpoints.ended(self._channel.address, self._wire.heard))
+            reason = endpoints.broke(failure) if failure else endpoints.ended(self._channel.address, self._wire.heard)
+            self._wire.lost(reason, needs_tls=isinstance(failure, TlsFailed))
 
     def _send(self, data: bytes, *, wait: bool = True) -> None:
         if not data:
@@ -202,7 +203,7 @@ class Client:
         with self._changed:
             self._wire.lost(reason)
             self._changed.notify_all()
-        raise ConnectionFailed(self._wire.closed)
+        raise self._wire.failure()
 
 
 class Stream:

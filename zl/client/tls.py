@@ -42,6 +42,13 @@ def client_context(ca_file: str = "") -> ssl.SSLContext:
     return context
 
 
+def client_hello(host: str) -> bytes:
+    """Make the first bytes of a handshake, to see whether a server answers them."""
+    tls = Tls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), host)
+    tls.handshake(b"")
+    return tls.outgoing()
+
+
 class Tls:
     """One connection's TLS. Bytes go in and come out; one thread may decrypt while another encrypts."""
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zl.client.errors import BadRequest, ConnectionFailed, StreamBroken, ZlClientError, from_wire
+from zl.client.errors import BadRequest, ConnectionFailed, StreamBroken, TlsFailed, ZlClientError, from_wire
 from zl.client.messages import Chunk, Result, ServerInfo
 from zl.errors import Code, Finish, PeerError
 from zl.net.codec import Operation, Response, decode_response, encode_request
@@ -67,6 +67,7 @@ class Wire:
         self._answered = False
         self.heard = False  # the server has said something, be it nonsense
         self.closed = ""
+        self._needs_tls = False
 
     @property
     def in_flight(self) -> int:
@@ -84,7 +85,7 @@ class Wire:
         Raises  ConnectionFailed: the connection is gone; BadRequest: a field does not fit the wire
         """
         if self.closed:
-            raise ConnectionFailed(self.closed)
+            raise self.failure()
         call = Call(self._next_id, wake)
         try:
             frame = encode_request(request_id=call.request_id, **fields)
@@ -100,7 +101,7 @@ class Wire:
         Raises  ConnectionFailed: the connection is gone
         """
         if self.closed:
-            raise ConnectionFailed(self.closed)
+            raise self.failure()
         self._pings += 1
         return self._pings, PING
 
@@ -137,12 +138,20 @@ class Wire:
         sending, self._outgoing = b"".join(self._outgoing), []
         return sending
 
-    def lost(self, reason: str) -> None:
-        """End all calls: the connection is gone."""
-        self.closed = self.closed or reason
+    def lost(self, reason: str, *, needs_tls: bool = False) -> None:
+        """End all calls: the connection is gone; `needs_tls`: since it had none, and no answer can have begun."""
+        if not self.closed:
+            self.closed, self._needs_tls = reason, needs_tls
         for call in list(self._calls.values()):
+            if self._needs_tls:
+                self._end(call, self.failure())
+                continue
             text = f"the answer broke off after {call.n_tokens} tokens: {self.closed}"
             self._end(call, StreamBroken(text, tokens_received=call.n_tokens))
+
+    def failure(self) -> ConnectionFailed:
+        """Make the exception for the connection that is gone."""
+        return (TlsFailed if self._needs_tls else ConnectionFailed)(self.closed)
 
     def _take(self, response: Response) -> None:
         call = self._calls.get(response.request_id)

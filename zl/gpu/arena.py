@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -35,6 +36,36 @@ class Berth:
         self.view = view
         self.address = address
         self.held = False
+
+
+class Lease:
+    """A berth that outlives its frame: what arrived in it stays in place until `end`.
+
+    Whoever holds one needs no other berth to come to its end, so waiting for berths cannot go round in a circle.
+    """
+
+    __slots__ = ("_arena", "_berth")
+
+    def __init__(self, arena: Arena, berth: Berth):
+        self._arena = arena
+        self._berth: Berth | None = berth
+
+    def offset(self, part: memoryview) -> int:
+        """Return the byte of the arena that a view of the berth begins at.
+
+        Raises  InvariantError: the view is not of this berth, or the lease has ended
+        """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(part))
+        berth = self._berth
+        if berth is None or not 0 <= address - berth.address <= len(berth.view) - len(part):
+            raise InvariantError("arena: a view that is not of the leased berth")
+        return address - self._arena.address
+
+    def end(self) -> None:
+        """Give the berth back; no effect the second time."""
+        berth, self._berth = self._berth, None
+        if berth is not None:
+            self._arena.take_back(berth)
 
 
 class Arena:
@@ -84,7 +115,13 @@ class Arena:
         )
         self._free = list(reversed(self._berths))  # a stack: the berth used last is the warmest in the cache
         self._waiters: OrderedDict[Hashable, Callable[[Berth], None]] = OrderedDict()
+        self._n_lent = 0
         self._closed = False
+
+    @property
+    def memory(self) -> memoryview:
+        """Show all of the arena, writable bytes; a view of it that lives keeps `close` from unmapping."""
+        return self._view
 
     @property
     def in_use(self) -> int:
@@ -131,6 +168,26 @@ class Arena:
         berth.held = False
         self._free.append(berth)
 
+    @property
+    def lent(self) -> int:
+        """Count the berths that outlive their frames."""
+        return self._n_lent
+
+    def lend(self, berth: Berth) -> Lease | None:
+        """Lend a held berth beyond its frame; None where that cannot be: then copy what is needed and `release` it.
+
+        At most half of the berths are lent, so that frames still come in, those that end a request among them.
+        """
+        if 2 * (self._n_lent + 1) > self.n_berths or sys.byteorder != "little":  # ids are read as they travel
+            return None
+        self._n_lent += 1
+        return Lease(self, berth)
+
+    def take_back(self, berth: Berth) -> None:
+        """Take a lent berth back; as `release`."""
+        self._n_lent -= 1
+        self.release(berth)
+
     def check(self) -> None:
         """Recount the books from nothing.
 
@@ -140,6 +197,8 @@ class Arena:
         held = {berth.index for berth in self._berths if berth.held}
         if len(free) != len(self._free) or free & held or len(free) + len(held) != self.n_berths:
             raise InvariantError(f"arena: {len(self._free)} on the free list, {len(held)} held, of {self.n_berths}")
+        if not 0 <= self._n_lent <= min(len(held), self.n_berths // 2):
+            raise InvariantError(f"arena: {self._n_lent} lent, {len(held)} held, of {self.n_berths}")
         if self._free and self._waiters:
             raise InvariantError(f"arena: {len(self._waiters)} wait while {len(self._free)} berths are free")
 

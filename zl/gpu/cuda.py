@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zl.errors import DeviceError
+from zl.errors import INSTALL_CUDA, DeviceError
 
 # cudaHostRegister flags, CUDA Runtime API 13, section "Memory Management"
 REGISTER_PORTABLE = 0x01
@@ -39,8 +39,7 @@ def runtime() -> Any:
         from cuda.bindings import runtime as bindings
     except ImportError as missing:
         raise DeviceError(
-            f"the CUDA bindings are not installed ({missing}); install the extra: pip install 'zl[cuda]', or serve "
-            "with --device cpu",
+            f"the CUDA bindings are not installed ({missing}); {INSTALL_CUDA}, or serve with --device cpu",
             call="import",
             lasting=True,
         ) from missing

@@ -82,7 +82,7 @@ def buffer_bytes(
     splits = -(-shapes.max_model_len // split_tokens(shapes.max_model_len))
     partials = 4 * r * splits * shape.n_heads * (shape.head_dim + 2)
     draws = r * (2 * shape.hidden + 8 * shape.vocab + 28 + 4 * form.bitmap_words + 13 + 4)
-    state = shapes.max_rows * (4 * shapes.pages_per_row + 5 + 4 * form.words)
+    state = shapes.max_rows * (4 * shapes.max_model_len + 4 * shapes.pages_per_row + 5 + 4 * form.words)
     tables = 4 * shapes.max_model_len * shape.head_dim + 4 * max(1, len(shape.eos_ids))
     return context + tokens + partials + draws + state + tables
 

@@ -18,7 +18,7 @@ from zl.gpu.addresses import Addresses
 from zl.gpu.cuda_buffers import BF16, Buffers, Layer, Tables, load_layer
 from zl.gpu.cuda_memory import check_device, token_buckets
 from zl.gpu.graphs import CudaStream, Graphs, Key, PlainStream, Stream, Work, keys
-from zl.gpu.kernels.context_loader import Plan, Rows, load_context
+from zl.gpu.kernels.context_loader import Pieces, Plan, Rows, load_context
 from zl.gpu.kernels.decode_attention import Segments, decode_attention
 from zl.gpu.kernels.embed_rows import embed_rows
 from zl.gpu.kernels.filter_update import filter_update
@@ -235,7 +235,7 @@ class CudaStep:
         if top.head is not top.embed:
             yield "head", top.head
         yield from {"pool": self._pool, "eos": self._eos}.items()
-        for name in ("table", "last_token", "done", "seen"):
+        for name in ("table", "prompt_ids", "last_token", "done", "seen"):
             yield f"rows.{name}", getattr(self._rows, name)
         buffers = self._buffers[self._buckets[0]]
         for part in fields(buffers):
@@ -269,8 +269,10 @@ class CudaStep:
         def state(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self._device)
 
+        arena = host("arena").view(torch.int32)
+        self._pieces = Pieces(host("own_ids"), host("n_pieces"), host("piece_at"), host("piece_source"), arena)
         self._rows = Rows(
-            host("page_table"), state(*columns.page_table.shape), host("prompt_ids"), host("prompt_len"),
+            host("page_table"), state(*columns.page_table.shape), state(*columns.own_ids.shape), host("prompt_len"),
             state(n_rows), state(n_rows, dtype=torch.uint8), state(n_rows, self._filter.words),
         )  # fmt: skip
         self._row_sampling = RowSampling(
@@ -307,7 +309,7 @@ class CudaStep:
         r = b.drawn.shape[0]
         host = {name: c if name == "n_segs" else c[:r] for name, c in self._host_slots[slot].items()}
         context = b.context
-        load_context(Plan(*(host[name] for name in Plan._fields)), self._rows, context, form)
+        load_context(Plan(*(host[name] for name in Plan._fields)), self._pieces, self._rows, context, form)
         embed_rows(context.token_ids, top.embed, b.x, context.n_tokens)
         segments = Segments(context.seg_row, context.seg_start, context.seg_tokens, context.seg_offset)
         for i, layer in enumerate(self._layers):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from zl.errors import ConfigError
+from zl.errors import INSTALL_CUDA, ConfigError
 from zl.gpu.cpu import CpuDevice
 from zl.gpu.cuda import CudaDevice, device_count, has_driver
 
@@ -50,7 +50,7 @@ def open_device(kind: str) -> tuple[Device, str]:
         raise ConfigError(f"device: {kind!r} is not one of auto, cpu, cuda")
     n = device_count()
     if n == 0 and has_driver():
-        return CpuDevice(), "device cpu: a CUDA driver is here, but no GPU or no bindings (pip install 'zl[cuda]')"
+        return CpuDevice(), f"device cpu: a CUDA driver is here, but no GPU or no bindings ({INSTALL_CUDA})"
     if n == 0:
         return CpuDevice(), "device cpu: no CUDA driver found"
     return CudaDevice(), f"device cuda: {n} GPU{'s' if n > 1 else ''} found"

@@ -102,7 +102,7 @@ def open_pool(native: NativeStep) -> NativePool:
 
 
 class EagerStep(TorchStep):
-    """Run steps in torch where `native` left off: its pages, last tokens, done flags and filters are used in place.
+    """Run steps in torch where `native` left off: its pages and its state of the rows are used in place.
 
     weights  in the native step's dtype, from the model's file and not from the native context
     widen    keep float32 copies of bf16 weights
@@ -128,10 +128,11 @@ class EagerStep(TorchStep):
             penalty_filter=native.filter.kind,
         )  # fmt: skip
 
-    def _open_rows(self, n_rows: int) -> None:  # noqa: ARG002
+    def _open_rows(self, n_rows: int, n_positions: int) -> None:  # noqa: ARG002
         self._last_token = self._native.last_token
         self._done = self._native.done
         self._seen = self._native.seen
+        self._prompt_ids = self._native.prompt_ids
 
 
 def unpacked(native: NativeStep, progress: Callable[[float], None]) -> Weights:

@@ -282,7 +282,7 @@ class Guard(Guarded):
         for row, start in zip(plan.seg_row[: plan.n_segs[0]].tolist(), plan.seg_start.tolist(), strict=False):
             n_prompt = int(columns.prompt_len[row])
             drawn = self._drawn[row, n_prompt : max(n_prompt, start + 1)]
-            self._fallback.see_only(row, np.concatenate([columns.prompt_ids[row, :n_prompt], drawn]))
+            self._fallback.see_only(row, np.concatenate([self._native.prompt_ids[row, :n_prompt], drawn]))
 
     def _record(self, slot: StepSlot) -> None:
         """Keep the tokens drawn, by position: what a rebuilt row is computed from."""
@@ -312,7 +312,7 @@ class Guard(Guarded):
                 self._sound_pages.update(pages.tolist())
             elif self._finite(pages, start):
                 continue
-            self._rebuild(row, start)
+            self._rebuild(row, start, begins)
 
     def _finite(self, pages: np.ndarray, n_tokens: int) -> bool:
         """Tell whether the last layer's KV is finite: what is not finite in a layer is not in those after it."""
@@ -322,22 +322,24 @@ class Guard(Guarded):
         k, v = self._pool.read(-1, torch.from_numpy(pages.astype(np.int64)))
         return bool(torch.isfinite(k[:n_tokens]).all() and torch.isfinite(v[:n_tokens]).all())
 
-    def _rebuild(self, row: int, n_tokens: int) -> None:
+    def _rebuild(self, row: int, n_tokens: int, begins: bool) -> None:
         """Compute a row's KV again up to `n_tokens`, from its prompt and the tokens drawn since.
 
-        For that time the drawn tokens are part of the row's prompt; nobody else reads these columns until the row is
-        retired, which is not while its step is being launched.
+        For that time the drawn tokens are part of the row's prompt; nobody else reads its length until the row is
+        retired, which is not while its step is being launched. Of a row that begins the prompt is gathered first, and
+        once more in its own first step.
         """
         columns, plan = self._columns, self._slots[self._own]
         n_prompt, done = int(columns.prompt_len[row]), int(self._native.done[row])
         if n_tokens > n_prompt:
-            columns.prompt_ids[row, n_prompt:n_tokens] = self._drawn[row, n_prompt:n_tokens]
+            self._native.prompt_ids[row, n_prompt:n_tokens] = self._drawn[row, n_prompt:n_tokens]
             columns.prompt_len[row] = n_tokens
         try:
             self._native.done[row] = 0
             for at in range(0, n_tokens, self._shapes.step_tokens):
                 plan.n_segs[0] = 1
-                plan.seg_row[0], plan.seg_start[0], plan.seg_flags[0] = row, at, 0
+                plan.seg_row[0], plan.seg_start[0] = row, at
+                plan.seg_flags[0] = FIRST if begins and not at else 0
                 plan.seg_len[0] = min(self._shapes.step_tokens, n_tokens - at)
                 engine = self._native if self._fallback is None else self._fallback
                 engine.wait(engine.launch(self._own))

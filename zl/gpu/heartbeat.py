@@ -71,8 +71,7 @@ class Canary:
         self._row = row = shapes.max_rows - 1
         self.n_prompt = n = min(PROMPT_TOKENS, shapes.step_tokens, PAGE - DECODE_STEPS)
         vocab = program.shape.vocab
-        columns.prompt_ids[row, :n] = [(17 + 7_919 * i) % vocab for i in range(n)]
-        columns.prompt_len[row] = n
+        columns.put_ids(row, [(17 + 7_919 * i) % vocab for i in range(n)])
         columns.max_new[row] = PAGE
         columns.page_table[row, 0] = shapes.n_pages - 1
         columns.temperature[row], columns.top_p[row], columns.penalty[row] = 0.8, 0.95, 1.1

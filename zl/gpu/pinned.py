@@ -6,12 +6,12 @@ Refuses asyncio, net and rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from zl.flags import EOS, FIRST, IGNORE_EOS, LENGTH, LOGPROBS, NUMERIC, SAMPLE, SKIPPED
-from zl.shapes import Shapes
+from zl.shapes import MAX_PIECES, OWN, TOKEN_BYTES, Shapes
 
 __all__ = [
     "EOS", "FIRST", "IGNORE_EOS", "LENGTH", "LOGPROBS", "NUMERIC", "SAMPLE", "SKIPPED", "Allocate", "RowColumns",
@@ -29,7 +29,15 @@ def plain_allocate(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 class RowColumns:
     """What a row's steps read; written by the event-loop thread before the row is seated, constant during its life.
 
-    prompt_ids   int32 [max_rows, max_model_len]
+    A prompt is given in pieces, in order and without a gap; the program gathers them in the row's first step, and looks
+    at none of them afterwards.
+
+    own_ids      int32 [max_rows, max_model_len], ids that the host has written: of text, and the template's
+    n_pieces     int32 [max_rows]
+    piece_at     int32 [max_rows, max_pieces], position in the prompt of each piece's first token
+    piece_source int64 [max_rows, max_pieces], where its ids lie: the byte in `arena` that an unaligned run of
+                 little-endian int32 begins at; below 0, ~index in the row's own_ids
+    arena        uint8 [n], the berths that requests arrive in; not allocated here
     prompt_len   int32 [max_rows], tokens
     max_new      int32 [max_rows], most tokens the answer may have
     page_table   int32 [max_rows, pages_per_row]; -1 where unused
@@ -38,9 +46,14 @@ class RowColumns:
     row_flags    uint8 [max_rows]: IGNORE_EOS, LOGPROBS
     """
 
-    def __init__(self, shapes: Shapes, allocate: Allocate = plain_allocate):
+    def __init__(self, shapes: Shapes, allocate: Allocate = plain_allocate, arena: np.ndarray | None = None):
         n = shapes.max_rows
-        self.prompt_ids = allocate((n, shapes.max_model_len), np.int32)
+        self.own_ids = allocate((n, shapes.max_model_len), np.int32)
+        self.n_pieces = allocate((n,), np.int32)
+        self.piece_at = allocate((n, MAX_PIECES), np.int32)
+        self.piece_source = allocate((n, MAX_PIECES), np.int64)
+        # One word where there are no berths: a kernel takes no pointer to nothing.
+        self.arena = allocate((TOKEN_BYTES,), np.uint8) if arena is None else arena
         self.prompt_len = allocate((n,), np.int32)
         self.max_new = allocate((n,), np.int32)
         self.page_table = allocate((n, shapes.pages_per_row), np.int32)
@@ -50,6 +63,31 @@ class RowColumns:
         self.penalty = allocate((n,), np.float32)
         self.seed = allocate((n,), np.uint64)
         self.row_flags = allocate((n,), np.uint8)
+
+    def put_prompt(self, row: int, own: np.ndarray, pieces: Sequence[tuple[int, int]]) -> None:
+        """Write a row's prompt: its own ids, int32 [n], and (source, tokens) of each piece, at most MAX_PIECES."""
+        self.own_ids[row, : len(own)] = own
+        self.n_pieces[row] = len(pieces)
+        at = 0
+        for i, (source, n) in enumerate(pieces):
+            self.piece_at[row, i], self.piece_source[row, i] = at, source
+            at += n
+        self.prompt_len[row] = at
+
+    def put_ids(self, row: int, ids: np.ndarray | Sequence[int]) -> None:
+        """Write a row's prompt as ids of its own, int32 [n]."""
+        self.put_prompt(row, np.asarray(ids, np.int32), [(OWN, len(ids))])
+
+    def gather(self, row: int, out: np.ndarray) -> None:
+        """Read a row's prompt, piece by piece, into the front of `out`, int32 [max_model_len]."""
+        end = int(self.prompt_len[row])
+        for i in reversed(range(int(self.n_pieces[row]))):
+            at, source = int(self.piece_at[row, i]), int(self.piece_source[row, i])
+            if source < 0:
+                out[at:end] = self.own_ids[row, ~source : ~source + end - at]
+            else:
+                out[at:end] = self.arena[source : source + TOKEN_BYTES * (end - at)].view("<i4")
+            end = at
 
 
 class StepSlot:
@@ -78,8 +116,8 @@ class StepSlot:
 
 
 def columns_bytes(shapes: Shapes) -> int:
-    """Count the bytes of RowColumns."""
-    return shapes.max_rows * (4 * shapes.max_model_len + 4 * shapes.pages_per_row + 29)
+    """Count the bytes of RowColumns, without the arena's."""
+    return shapes.max_rows * (4 * shapes.max_model_len + 4 * shapes.pages_per_row + 12 * MAX_PIECES + 33) + 4
 
 
 def slots_bytes(shapes: Shapes, n_slots: int) -> int:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from zl.errors import DeviceError
+from zl.errors import INSTALL_CUDA, DeviceError
 from zl.gpu.device import Device
-from zl.gpu.native.build import compiler, have_compiler, no_compiler, pick_level
+from zl.gpu.native.build import compiler, have_compiler, lacking, no_compiler, pick_level
 from zl.gpu.native.needs import threads_of
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
@@ -176,9 +176,8 @@ def open_engine(
         if level == "torch":
             say(f"program: torch, eager{note}, {n_threads} threads: as asked")
         else:
-            lacking = "no C++ compiler found, install g++" if compiler() is None else "this CPU has no AVX2"
             log.warning("program: torch, eager%s, %d threads, several times slower than the native one: %s",
-                        note, n_threads, lacking)  # fmt: skip
+                        note, n_threads, lacking())  # fmt: skip
         torch.set_num_threads(n_threads)
     loaded = load_weights(weights, _torch_dtype(dtype), progress)
     return TorchStep(
@@ -204,8 +203,7 @@ def _open_cuda(
         from zl.gpu.cuda_step import CudaStep  # here: it brings triton, which the CPU path never loads
     except ImportError as missing:
         raise DeviceError(
-            f"the CUDA program needs triton ({missing}); install the extra: pip install 'zl[cuda]', or serve with "
-            "--device cpu",
+            f"the CUDA program needs triton ({missing}); {INSTALL_CUDA}, or serve with --device cpu",
             call="import",
             lasting=True,
         ) from missing

@@ -75,10 +75,10 @@ class TorchStep:
         self._columns = columns
         self._slots = slots
         self._sample: Sample = _own_sampler() if sample is None else sample
-        n_rows, n_positions = columns.prompt_ids.shape
+        n_rows, n_positions = columns.own_ids.shape
         self._rope = make_rope(shape, n_positions, self._device)
         self._eos = frozenset(shape.eos_ids)
-        self._open_rows(n_rows)
+        self._open_rows(n_rows, n_positions)
         self._launched = 0
 
     def launch(self, slot: int) -> int:
@@ -97,10 +97,11 @@ class TorchStep:
 
     # -- the rows' state: a method, so that another step can keep it elsewhere ----------------------------------------
 
-    def _open_rows(self, n_rows: int) -> None:
+    def _open_rows(self, n_rows: int, n_positions: int) -> None:
         self._last_token: np.ndarray = np.zeros(n_rows, np.int64)
         self._done: np.ndarray = np.zeros(n_rows, np.uint8)
         self._seen: np.ndarray = np.zeros((n_rows, self._filter.words), np.uint32)
+        self._prompt_ids: np.ndarray = np.zeros((n_rows, n_positions), np.int32)
 
     def see_only(self, row: int, ids: np.ndarray) -> None:
         """Clear a row's filter and add these ids, int32 [n]."""
@@ -142,7 +143,8 @@ class TorchStep:
             row = int(slot.seg_row[s])
             if slot.seg_flags[s] & FIRST:
                 self._done[row] = False
-                self.see_only(row, self._columns.prompt_ids[row, : self._columns.prompt_len[row]])
+                self._columns.gather(row, self._prompt_ids[row])
+                self.see_only(row, self._prompt_ids[row, : self._columns.prompt_len[row]])
             if self._done[row]:
                 slot.out_flags[s] = SKIPPED
             else:
@@ -166,7 +168,7 @@ class TorchStep:
     def _token_ids(self, row: int, start: int, length: int) -> np.ndarray:
         """Pick a segment's tokens, i64 [length]: from the prompt, then the row's last token."""
         ids = np.full(length, self._last_token[row], np.int64)
-        prompt = self._columns.prompt_ids[row, start : min(start + length, int(self._columns.prompt_len[row]))]
+        prompt = self._prompt_ids[row, start : min(start + length, int(self._columns.prompt_len[row]))]
         ids[: len(prompt)] = prompt
         return ids
 

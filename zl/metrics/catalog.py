@@ -176,8 +176,9 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "zl_berths", GAUGE, "",
-        "Arena berths, one for each frame on its way in. None free: readers pause, see zl_berth_waits_total.",
-        **_by("state", "free", "used"),
+        "Arena berths. used: a frame is on its way in; lent: token ids lie there until their row begins, in half "
+        "of the berths at most. None free: readers pause, see zl_berth_waits_total.",
+        **_by("state", "free", "used", "lent"),
     ),
     Family("zl_queue_depth", GAUGE, "", "Requests that wait for a row or pages."),
     Family(

@@ -16,10 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from zl.address import TcpAddress, parse_host_port
 from zl.errors import ConfigError, ZlError
 from zl.health import Health
 from zl.metrics.collect import PartsCollector, Read
 from zl.ports import resolve, try_binding
+from zl.readers import METRICS_PORT
 from zl.threads import name_this_thread
 
 log = logging.getLogger("zl")
@@ -37,7 +39,7 @@ class MetricsServer:
     """
 
     def __init__(self, address: str, sources: Mapping[str, Read], health: Health):
-        host, port = _host_port(address)
+        host, port = _parse(address)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(PartsCollector(sources))
         ProcessCollector(registry=registry)
@@ -62,17 +64,16 @@ def check_address(address: str) -> None:
     Raises  as MetricsServer
     """
     try:
-        try_binding(*_host_port(address))
+        try_binding(*_parse(address))
     except OSError as failure:
         raise _unavailable(address, failure) from failure
 
 
-def _host_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit():
-        raise ConfigError(f"metrics: {address!r} is not HOST:PORT, such as 127.0.0.1:9433; or say off")
-    return host, int(port)
+def _parse(address: str) -> TcpAddress:
+    try:
+        return parse_host_port(address, port_zero=True, example=METRICS_PORT)
+    except ConfigError as error:
+        raise ConfigError(f"metrics: {error}; or say off") from error
 
 
 def _unavailable(address: str, failure: OSError) -> ZlError:

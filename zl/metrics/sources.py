@@ -177,7 +177,9 @@ def _capacity(p: Parts) -> dict[str, Read]:
             "free": rows.count(Life.FREE), "live": rows.count(Life.LIVE), "ending": rows.count(Life.ENDING)
         },
         "zl_pages": page_states,
-        "zl_berths": lambda: {"free": arena.n_berths - arena.in_use, "used": arena.in_use},
+        "zl_berths": lambda: {
+            "free": arena.n_berths - arena.in_use, "used": arena.in_use - arena.lent, "lent": arena.lent
+        },
         "zl_queue_depth": lambda: dispatcher.waiting,
         "zl_kv_unusable_pages": lambda: dispatcher.unusable_pages,
         "zl_kv_fragmentation_ratio": fragmentation,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from zl.errors import Code
 from zl.histogram import Histogram
+from zl.lease import Lease
 from zl.measures import PART_BUCKETS
 from zl.net.messages import Request
 from zl.shapes import MAX_FRAME
@@ -52,6 +53,9 @@ class Berths(Protocol):
     def release(self, berth: Any) -> None:
         """Give one back."""
 
+    def lend(self, berth: Any) -> Lease | None:
+        """Leave one to the request that arrived in it; None: it is to be released, as always."""
+
 
 class Application(Protocol):
     """What answers requests. All calls come from the event loop's thread and must not wait."""
@@ -63,7 +67,13 @@ class Application(Protocol):
         """Say whether the engine works."""
 
     def submit(self, conn: Answers, request: Request) -> None:
-        """Take a checked request; a RequestError refuses it."""
+        """Take a checked request, and with it the duty to end its lease; a RequestError refuses it."""
+
+    def refused(self, conn: Answers, request: Request, code: Code) -> None:
+        """Learn of a request, of any operation, that the conversation refused by itself: it never came to `submit`.
+
+        Nothing of the request may be kept.
+        """
 
     def cancel(self, conn: Answers, request_id: int) -> None:
         """End a request in flight with CANCELLED."""

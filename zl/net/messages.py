@@ -1,6 +1,6 @@
 """What travels, as plain objects: requests, answers, usage, server info, and the enums of their fields.
 
-State: none. Imports the standard library and errors only; `codec` turns these into payloads and back.
+State: none. Imports the standard library, errors and lease only; `codec` turns these into payloads and back.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from zl.errors import Finish, PeerError
+from zl.lease import Lease
 
 
 class RequestType(IntEnum):
@@ -34,6 +35,10 @@ class Encoding(IntEnum):
     TOKENS = 1
 
 
+Content = bytes | memoryview
+"""What a prompt field holds: bytes, or under TOKENS a view of the berth that the request came in."""
+
+
 @dataclass(slots=True)
 class Request:
     """One client ask, as it came: `check_request` says whether it can be served.
@@ -42,14 +47,16 @@ class Request:
     messages                    turns from the first; the unused entries at the end are gone, empty turns between stay
     temperature, top_p, repetition_penalty, seed   None: absent
     read_ns, parse_ns   not of the wire: what its frame took in the connection's callbacks and in the parser
+    lease   not of the wire: the berth that the prompt fields of a TOKENS request are views of; whoever takes the
+            request ends it
     """
 
     request_id: int = 0
     operation: int = Operation.GENERATE
     encoding: int = Encoding.TEXT
-    system: bytes = b""
-    messages: list[bytes] = field(default_factory=list)
-    context: bytes = b""
+    system: Content = b""
+    messages: list[Content] = field(default_factory=list)
+    context: Content = b""
     temperature: float | None = None
     top_p: float | None = None
     repetition_penalty: float | None = None
@@ -63,6 +70,22 @@ class Request:
     auth_token: bytes = b""
     read_ns: int = 0
     parse_ns: int = 0
+    lease: Lease | None = None
+
+    @property
+    def in_berth(self) -> bool:
+        """Say whether prompt fields are views of what the request was read from."""
+        return bool(self.messages) and isinstance(self.messages[0], memoryview)
+
+    def copy_out(self) -> None:
+        """Make the prompt fields bytes of their own."""
+        self.system, self.context = bytes(self.system), bytes(self.context)
+        self.messages = [bytes(turn) for turn in self.messages]
+
+    def give_back(self) -> None:
+        """End the lease, if there is one: nobody will look at the prompt fields any more."""
+        if self.lease is not None:
+            self.lease.end()
 
 
 @dataclass(slots=True)

@@ -241,13 +241,20 @@ class Connection(asyncio.BufferedProtocol):
         parse_ns = perf_counter_ns() - complete_ns
         counters.frame_read.observe(read_ns * 1e-9)
         counters.parse.observe(parse_ns * 1e-9)
+        lease = None
         for action in actions:
             if isinstance(action, Submit):
-                action.request.read_ns = read_ns
-                action.request.parse_ns = parse_ns
-        # What the request says has been taken: the berth is free before anything is done about it.
+                request = action.request
+                request.read_ns, request.parse_ns = read_ns, parse_ns
+                if request.in_berth:
+                    lease = request.lease = self._net.arena.lend(berth)
+                    if lease is None:
+                        request.copy_out()
+        # What the request says has been taken: the berth is free before anything is done about it, unless the program
+        # is to read token ids in it.
         self._next_frame()
-        self._net.arena.release(berth)
+        if lease is None:
+            self._net.arena.release(berth)
         self._perform(actions)
 
     def _next_frame(self) -> None:
@@ -302,9 +309,15 @@ class Connection(asyncio.BufferedProtocol):
                     try:
                         self._app.submit(self, request)
                     except RequestError as error:
+                        request.give_back()
                         self._perform(self._session.refused(request.request_id, error))
-                case Send(data, code):
+                    except BaseException:  # a bug: the connection will be lost, the berth must not
+                        request.give_back()
+                        raise
+                case Send(data, code, refused):
                     self._counters.errors[code] += 1
+                    if refused is not None:
+                        self._app.refused(self, refused, code)
                     self._put(data)
                     self._flush_soon()
                 case Pong():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from zl.errors import Code, FrameError, InvariantError, PeerError, RequestError
-from zl.net import codec
+from zl.net import codec, rules
 from zl.net.messages import Operation, Request
 
 
@@ -122,10 +122,11 @@ class Info:
 
 @dataclass(slots=True)
 class Send:
-    """Send one whole frame."""
+    """Send the frame of an error; `refused`: the request that ends with it and was never handed out as a Submit."""
 
     data: bytes
-    code: Code  # of the error in it, for the counters
+    code: Code  # not the error: its traceback would keep the frames that lead here, and their views of the berth
+    refused: Request | None = None
 
 
 @dataclass(slots=True)
@@ -181,7 +182,10 @@ class Session:
         return [Pong()] if act is Act.PONG else self._end()
 
     def receive(self, payload: bytes | bytearray | memoryview, accepting: bool) -> list[Action]:
-        """Take a frame's payload, which is not referred to afterwards; `accepting`: the server is not draining."""
+        """Take a frame's payload; only a request to be submitted may refer to it afterwards (`Request.in_berth`).
+
+        accepting  the server is not draining
+        """
         request = self._decode(payload) if self._decode is not None else None
         checked = request is not None
         if request is None:
@@ -196,23 +200,23 @@ class Session:
                 return [Cancel(request.request_id)] if request.request_id in self._in_flight else []
             case Act.INFO:
                 if request.request_id in self._in_flight:
-                    return [_refusal(_duplicate(request), request.request_id)]
+                    return [_refusal(_duplicate(request), request)]
                 return [Info(request.request_id)]
             case Act.TURN_AWAY:
                 text = "the server is shutting down; ask another, or this one again later"
-                return [_refusal(RequestError(Code.DRAINING, text), request.request_id)]
+                return [_refusal(RequestError(Code.DRAINING, text), request)]
             case _:
                 text = "auth_token: not this server's; send a HELLO with the right one first"
-                return [_refusal(RequestError(Code.UNAUTHENTICATED, text), request.request_id), *self._end()]
+                return [_refusal(RequestError(Code.UNAUTHENTICATED, text), request), *self._end()]
 
     def broken(self, error: FrameError) -> list[Action]:
         """Take a framing error: say so once, and end."""
         self._step(Event.BROKEN)
-        return [_refusal(error, 0), *self._end()]
+        return [_error_frame(error, 0), *self._end()]
 
     def refused(self, request_id: int, error: RequestError) -> list[Action]:
         """Take the application's refusal of a request that it was just handed."""
-        return [_refusal(error, request_id), *self.finished(request_id)]
+        return [_error_frame(error, request_id), *self.finished(request_id)]
 
     def finished(self, request_id: int) -> list[Action]:
         """Take the end of a request whose last frame has been queued; its id may be used again.
@@ -267,12 +271,12 @@ class Session:
 
     def _submit(self, request: Request, checked: bool) -> list[Action]:
         if request.request_id in self._in_flight:
-            return [_refusal(_duplicate(request), request.request_id)]
+            return [_refusal(_duplicate(request), request)]
         if not checked:
             try:
-                codec.check_request(request, max_messages=None)
+                rules.check_request(request, max_messages=None)
             except RequestError as error:
-                return [_refusal(error, request.request_id)]
+                return [_refusal(error, request)]
         self._in_flight.add(request.request_id)
         return [Submit(request)]
 
@@ -281,8 +285,12 @@ class Session:
         return [Close()]
 
 
-def _refusal(error: PeerError, request_id: int) -> Send:
-    return Send(codec.encode_error(error, request_id), error.code)
+def _refusal(error: RequestError, request: Request) -> Send:
+    return _error_frame(error, request.request_id, request)
+
+
+def _error_frame(error: PeerError, request_id: int, refused: Request | None = None) -> Send:
+    return Send(codec.encode_error(error, request_id), error.code, refused)
 
 
 def _duplicate(request: Request) -> RequestError:

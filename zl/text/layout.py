@@ -59,13 +59,6 @@ class Run:
             text = text.lstrip(_WHITE)
         return text.rstrip(_WHITE) if self.right else text
 
-    def ids(self, contents: Sequence[Sequence[int]]) -> list[int]:
-        """Return the run's tokens with the contents, given as tokens (by slot), in place."""
-        ids: list[int] = []
-        for piece, literal in zip(self.pieces, self.literal_ids, strict=True):
-            ids += contents[piece.slot] if isinstance(piece, Hole) else literal
-        return ids
-
 
 Atom = Control | Run | tuple[int, ...]
 Part = tuple[int, ...] | Run

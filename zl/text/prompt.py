@@ -6,7 +6,7 @@ Everything about the template is decided when the builder is made; a request fil
 - The context (retrieved text) is the head of the last user turn: its content is context + "\\n\\n" + message.
 - A model without chat template is a base model: its prompt is BOS (where the model wants one), then the contents
   separated by blank lines, with no roles; one message alone is continued just as it is.
-- Contents given as tokens are inserted between the tokens of the template's own text, not stripped, not merged.
+- Contents given as tokens are laid out by their lengths alone (`text.outline`).
 - Over its budget, a text loses its end and gets `[TRUNCATED]` there (inside the budget). A budget counts the tokens of
   the text by itself. When the whole prompt is too long, the longest turns are cut, down to one common length.
 
@@ -16,17 +16,16 @@ Refuses: asyncio, torch, zl.net.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from zl.errors import Code, ConfigError, ModelError, RequestError
+from zl.errors import Code, ConfigError, ModelError
 from zl.policy import ALLOW, CLAMP, REJECT, Policy
 from zl.shapes import Shapes
 from zl.text.layout import Atom, Encoder, Layout, layout_of, prefix_of, shared_atoms
+from zl.text.outline import Outline, Outliner, refuse, refuse_crowded, water_level
 from zl.text.template import SYSTEM, ChatTemplate, TemplateRefusalError, role_of
 from zl.text.tokenizer import TextModel
 
@@ -58,12 +57,10 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class _Contents:
-    """What one request fills in: by slot the tokens' text, or the tokens."""
+    """What one request fills in, by slot."""
 
     texts: list[str]
-    ids: list[list[int]] | None
     context: str
-    context_ids: list[int]
     truncated: bool
 
 
@@ -94,7 +91,6 @@ class PromptBuilder:
         self._template.check(cuts)
         self._encoder = Encoder(model, [piece for cut in cuts.values() for piece in cut if isinstance(piece, str)])
         self._marker_ids = self._encoder.rest(MARKER)
-        self._joint_ids = self._encoder.rest(_JOINT)
         for name, budget in (("system_tokens", shapes.system_tokens), ("context_tokens", shapes.context_tokens)):
             if budget <= len(self._marker_ids):
                 least = len(self._marker_ids) + 1
@@ -105,39 +101,55 @@ class PromptBuilder:
         self._encode_again = lru_cache(_CACHED_TEXTS)(lambda text, first: tuple(self._encoder.run(text, first)))
         self._system_again = lru_cache(_CACHED_TEXTS)(self._fit_system)
         self._blank_layout = lru_cache(_BLANK_LAYOUTS)(self._make_blank_layout)
+        self._outliner = Outliner(
+            lambda texts: self._layout((len(texts) - 1, texts[SYSTEM] != ""), texts),
+            shapes, policy, self._marker_ids, self._encoder.rest(_JOINT),
+        )  # fmt: skip
 
     def build(
         self,
         system: Buffer,
         messages: Sequence[Buffer],
         context: Buffer = b"",
-        tokens: bool = False,
         max_prompt_tokens: int | None = None,
     ) -> Prompt:
         """Return the tokens of a conversation; about 0.2 ms of the caller's time for 60 new words.
 
-        system, context     UTF-8, or under `tokens` packed little-endian int32 ids of the vocabulary; empty: absent
+        system, context     UTF-8; empty: absent
         messages            the same, roles alternate user, assistant, …, user
         max_prompt_tokens   limit of the whole; None: shapes.max_model_len
         Raises              RequestError: no UTF-8, no form of conversation that the template allows, text over its
                             budget under "reject", or a limit that not even the template fits
         """
-        limit = self._shapes.max_model_len if max_prompt_tokens is None else max_prompt_tokens
-        n_turns = len(messages)
-        if n_turns > self._policy.max_messages:
-            _refuse("messages", f"{n_turns} messages, {self._policy.max_messages} allowed", Code.LIMIT_EXCEEDED)
-        if n_turns % 2 == 0:
-            _refuse("messages", "no messages" if not n_turns else "the conversation does not end with the user")
-        form = (n_turns, len(system) > 0)
-        contents = (self._from_tokens if tokens else self._from_text)(system, messages, context)
-        layout = self._layout(form, contents)
+        limit = self._limit(len(messages), max_prompt_tokens)
+        form = (len(messages), len(system) > 0)
+        contents = self._from_text(system, messages, context)
+        layout = self._layout(form, contents.texts)
         budget_chars = limit * _CHARS_PER_TOKEN * 2
-        if contents.ids is None and sum(map(len, contents.texts)) > budget_chars:
+        if sum(map(len, contents.texts)) > budget_chars:
             return self._shrunk(form, contents, limit, None)  # far too long: not even encoded whole
         ids, prefix_len = self._fill(layout, contents)
         if len(ids) > limit:
             return self._shrunk(form, contents, limit, len(ids))
         return Prompt(ids, prefix_len, contents.truncated)
+
+    def outline(
+        self, system: int, messages: Sequence[int], context: int = 0, max_prompt_tokens: int | None = None
+    ) -> Outline:
+        """Lay out a conversation whose contents are token ids, given how many each has; 0: absent, or an empty turn.
+
+        max_prompt_tokens, Raises  as `build`
+        """
+        limit = self._limit(len(messages), max_prompt_tokens)
+        return self._outliner.outline(system, messages, context, limit)
+
+    def _limit(self, n_turns: int, max_prompt_tokens: int | None) -> int:
+        """Return the limit of the whole; RequestError: the number of turns."""
+        if n_turns > self._policy.max_messages:
+            refuse("messages", f"{n_turns} messages, {self._policy.max_messages} allowed", Code.LIMIT_EXCEEDED)
+        if n_turns % 2 == 0:
+            refuse("messages", "no messages" if not n_turns else "the conversation does not end with the user")
+        return self._shapes.max_model_len if max_prompt_tokens is None else max_prompt_tokens
 
     def _from_text(self, system: Buffer, messages: Sequence[Buffer], context: Buffer) -> _Contents:
         truncated = False
@@ -158,31 +170,18 @@ class PromptBuilder:
         self._refuse_needles(context_text, len(texts) - 1, "context")
         if context_text:
             texts[-1] = f"{context_text}{_JOINT}{texts[-1]}"
-        return _Contents(texts, None, context_text, [], truncated)
+        return _Contents(texts, context_text, truncated)
 
-    def _from_tokens(self, system: Buffer, messages: Sequence[Buffer], context: Buffer) -> _Contents:
-        system_ids = _unpacked(system, "system_prompt")
-        ids = [self._fit_ids(system_ids, "system_tokens", "system_prompt")]
-        truncated = ids[SYSTEM] is not system_ids
-        ids += [_unpacked(message, f"messages[{turn}]") for turn, message in enumerate(messages)]
-        context_ids = _unpacked(context, "context")
-        if context_ids:
-            fitted = self._fit_ids(context_ids, "context_tokens", "context")
-            truncated |= fitted is not context_ids
-            context_ids = fitted
-            ids[-1] = context_ids + self._joint_ids + ids[-1]
-        return _Contents(["m" if content else "" for content in ids], ids, "", context_ids, truncated)
-
-    def _layout(self, form: Form, contents: _Contents) -> Layout:
+    def _layout(self, form: Form, texts: Sequence[str]) -> Layout:
         layout = self._layouts.get(form)
         if layout is None:
             system_alone = form[1] and (form[0], False) in self._layouts
             field = "system_prompt" if system_alone else "messages"
-            _refuse(field, f"this model's chat template refuses it: {self._refusals[form]}")
+            refuse(field, f"this model's chat template refuses it: {self._refusals[form]}")
         if self._template.blank_matters:
             blanks = tuple(
                 (slot, text)
-                for slot, text in enumerate(contents.texts)
+                for slot, text in enumerate(texts)
                 if (slot or form[1]) and (not text or text.isspace())
             )
             if blanks:
@@ -198,8 +197,6 @@ class PromptBuilder:
                 prefix_len = len(ids)
             if isinstance(part, tuple):
                 ids += part
-            elif contents.ids is not None:
-                ids += part.ids(contents.ids)
             else:
                 text = part.text(contents.texts)
                 again = part.reusable and len(text) <= _CACHED_CHARS
@@ -208,18 +205,11 @@ class PromptBuilder:
 
     def _shrunk(self, form: Form, contents: _Contents, limit: int, found: int | None) -> Prompt:
         """Cut the longest turns until the whole fits; `found`: its length where known."""
-        layout = self._layout(form, contents)
+        layout = self._layout(form, contents.texts)
         originals = contents.texts[1:]
         if contents.context:
             originals[-1] = originals[-1][len(contents.context) + len(_JOINT) :]
-        original_ids = [] if contents.ids is None else contents.ids[1:]
-        n_head = len(contents.context_ids) + len(self._joint_ids) if contents.context_ids else 0
-        if original_ids and n_head:
-            original_ids[-1] = original_ids[-1][n_head:]
-        if contents.ids is None:
-            lengths = [self._count_up_to(text, limit) for text in originals]
-        else:
-            lengths = [len(ids) for ids in original_ids]
+        lengths = [self._count_up_to(text, limit) for text in originals]
         if found is None and sum(lengths) <= limit:  # long text of few tokens: it may fit after all
             ids, prefix_len = self._fill(layout, contents)
             if len(ids) <= limit:
@@ -227,31 +217,19 @@ class PromptBuilder:
             found = len(ids)
         if self._policy.over("prompt_tokens") == REJECT:
             number = f"more than {limit}" if found is None else str(found)
-            _refuse("messages", f"the prompt has {number} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
+            refuse("messages", f"the prompt has {number} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
         total = found if found is not None else self._rest_length(self._layouts[form], contents) + sum(lengths)
         room = sum(lengths) - (total - limit)
         while True:
-            level = _water_level(lengths, room)
+            level = water_level(lengths, room)
             if level <= len(self._marker_ids):
-                need = total - sum(lengths) + len(lengths) * (len(self._marker_ids) + 1)
-                _refuse(
-                    "messages",
-                    "template, system prompt and context leave no place for the messages: "
-                    f"about {need} tokens needed, {limit} allowed",
-                    Code.LIMIT_EXCEEDED,
-                )
-            if contents.ids is None:
-                for turn, text in enumerate(originals):
-                    contents.texts[turn + 1] = self._cut(text, level) if lengths[turn] > level else text
-                if contents.context:
-                    contents.texts[-1] = f"{contents.context}{_JOINT}{contents.texts[-1]}"
-            else:
-                for turn, content in enumerate(original_ids):
-                    contents.ids[turn + 1] = self._cut_ids(content, level) if lengths[turn] > level else content
-                if contents.context_ids:
-                    contents.ids[-1] = contents.context_ids + self._joint_ids + contents.ids[-1]
+                refuse_crowded(total - sum(lengths) + len(lengths) * (len(self._marker_ids) + 1), limit)
+            for turn, text in enumerate(originals):
+                contents.texts[turn + 1] = self._cut(text, level) if lengths[turn] > level else text
+            if contents.context:
+                contents.texts[-1] = f"{contents.context}{_JOINT}{contents.texts[-1]}"
             # A blank turn that was cut is no longer blank, hence the new look for a layout.
-            ids, prefix_len = self._fill(self._layout(form, contents), contents)
+            ids, prefix_len = self._fill(self._layout(form, contents.texts), contents)
             if len(ids) <= limit:
                 return Prompt(ids, prefix_len, True)
             room -= max(len(ids) - limit, 1)  # tokens at the edges of a text merge otherwise than alone
@@ -280,7 +258,7 @@ class PromptBuilder:
         if action != CLAMP:
             self._policy.over(limit)
             number = str(n_tokens) if len(text) <= budget * _CHARS_PER_TOKEN else f"more than {budget}"
-            _refuse(field, f"{number} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
+            refuse(field, f"{number} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
         return self._cut(text, budget), True
 
     def _count_up_to(self, text: str, budget: int) -> int:
@@ -304,27 +282,11 @@ class PromptBuilder:
             keep -= excess
         return MARKER
 
-    def _fit_ids(self, ids: list[int], limit: str, field: str) -> list[int]:
-        budget: int = getattr(self._shapes, limit)
-        if len(ids) <= budget:
-            return ids
-        action = self._policy.over(limit)
-        if action == ALLOW:
-            budget = self._shapes.max_model_len
-            if len(ids) <= budget:
-                return ids
-        if action != CLAMP:
-            _refuse(field, f"{len(ids)} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
-        return self._cut_ids(ids, budget)
-
-    def _cut_ids(self, ids: list[int], budget: int) -> list[int]:
-        return ids[: budget - len(self._marker_ids)] + self._marker_ids
-
     def _refuse_needles(self, text: str, slot: int, field: str = "") -> None:
         for needle in self._template.needles[role_of(slot)]:
             if needle in text:
                 name = field or ("system_prompt" if slot == SYSTEM else f"messages[{slot - 1}]")
-                _refuse(name, f"the model's chat template gives {needle!r} in a text a meaning of its own; remove it")
+                refuse(name, f"the model's chat template gives {needle!r} in a text a meaning of its own; remove it")
 
     def _make_layouts(self, cuts: Mapping[Form, tuple]) -> dict[Form, Layout]:
         atoms = {form: self._encoder.atoms(pieces, form[0]) for form, pieces in cuts.items()}
@@ -344,37 +306,13 @@ class PromptBuilder:
         except TemplateRefusalError as error:
             slot = blanks[-1][0]
             field = "system_prompt" if slot == SYSTEM else f"messages[{slot - 1}]"
-            _refuse(field, f"this model's chat template refuses a blank one: {error}")
+            refuse(field, f"this model's chat template refuses a blank one: {error}")
         atoms = self._encoder.atoms(pieces, form[0])
         return layout_of(atoms, len(shared_atoms(self._prefixes[form[1]], atoms)))
-
-
-def _refuse(field: str, text: str, code: Code = Code.BAD_REQUEST) -> NoReturn:
-    raise RequestError(code, f"{field}: {text}", field=field)
 
 
 def _decoded(content: Buffer, field: str) -> str:
     try:
         return str(content, "utf-8")
     except UnicodeDecodeError as error:
-        _refuse(field, f"no UTF-8 at byte {error.start}")
-
-
-def _unpacked(content: Buffer, field: str) -> list[int]:
-    if len(content) % 4:
-        _refuse(field, f"{len(content)} bytes are no packed int32 ids")
-    ids = array("i")
-    ids.frombytes(content)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
-
-
-def _water_level(lengths: Sequence[int], room: int) -> int:
-    """Return the length to which the longest must be cut so that the sum is at most `room`."""
-    for index, length in enumerate(sorted(lengths)):
-        share = room // (len(lengths) - index)
-        if length > share:
-            return share
-        room -= length
-    return max(lengths)
+        refuse(field, f"no UTF-8 at byte {error.start}")

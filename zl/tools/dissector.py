@@ -12,11 +12,10 @@ from typing import Literal, NamedTuple
 
 from zl.client.wire import MAX_RESPONSE
 from zl.errors import Code, FrameError, RequestError
-from zl.net import codec, schema_pb2
-from zl.net.codec import TOKEN_BYTES
+from zl.net import codec, rules, schema_pb2
 from zl.net.frames import payload_length
 from zl.net.messages import Encoding, Operation, Request
-from zl.shapes import HEADER_BYTES, MAX_FRAME, MAX_MESSAGES, MAX_STOPS
+from zl.shapes import HEADER_BYTES, MAX_FRAME, MAX_MESSAGES, MAX_STOPS, TOKEN_BYTES
 from zl.tools.walker import Line, Place, Walker, Wrong
 
 Side = Literal["client", "server"]
@@ -128,7 +127,7 @@ def _mark(lines: list[Line], problem: Problem) -> None:
 
 
 def _judge(payload: bytes, side: Side, places: dict[str, Place], end: int, vocab_size: int) -> Problem | None:
-    """Ask the codec about a well-formed payload."""
+    """Ask the codec and the field rules about a well-formed payload."""
     start = end - len(payload)
     try:
         if side == "server":
@@ -137,9 +136,9 @@ def _judge(payload: bytes, side: Side, places: dict[str, Place], end: int, vocab
         request = codec.decode_request(payload)
         if request.operation in (Operation.CANCEL, Operation.HELLO):
             return None
-        codec.check_request(request, max_messages=None)
-        codec.check_request(request)  # the limit on turns comes after the field rules: a server's policy rules on it
-        codec.check_tokens(request, vocab_size)
+        rules.check_request(request, max_messages=None)
+        rules.check_request(request)  # the limit on turns comes after the field rules: a server's policy rules on it
+        rules.check_tokens(request, vocab_size)
     except FrameError as error:
         # The walker found nothing, the library did: say so rather than call it fine.
         return Problem(start, f"the protobuf library refuses this payload: {error}", error.code, 0)

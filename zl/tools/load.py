@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from zl.address import Target
+from zl.client import endpoints
 from zl.client.aio import AsyncClient, open_transport
 from zl.client.errors import ZlClientError
 from zl.client.trust import Trust
@@ -74,13 +76,16 @@ class _Connection(asyncio.Protocol):
         self._held = bytearray()
         self.running: dict[int, tuple[Trace, asyncio.Future[None]]] = {}
         self.transport: Any = None
+        self.address: Target | None = None
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
+        heard = self._owner.frames > 0
+        why = endpoints.broke(exc) if isinstance(exc, OSError) else endpoints.ended(self.address, heard)
         for trace, ended in self.running.values():
-            trace.error = trace.error or f"the server closed the connection mid-answer ({exc})"
+            trace.error = trace.error or why
             if not ended.done():
                 ended.set_result(None)
         self.running.clear()
@@ -162,7 +167,11 @@ class Streams:
 
     async def extra(self) -> _Connection:
         """Open one more connection, which no stream uses."""
-        return (await open_transport(lambda: _Connection(self), self._address, math.inf, self._trust))[1]
+        _, connection, address = await open_transport(
+            lambda: _Connection(self), self._address, math.inf, self._trust
+        )
+        connection.address = address
+        return connection
 
     async def ask(self, prompt: Prompt, stream: int) -> Trace:
         """Send one request and follow its answer to the end; one at a time on a stream."""

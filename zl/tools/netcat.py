@@ -5,12 +5,13 @@ State: of one exchange, what has been sent and which answers are open. Refuses t
 
 from __future__ import annotations
 
-import base64
-import json
+import os
+import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import BinaryIO
 
 from zl.address import TlsAddress
@@ -19,38 +20,49 @@ from zl.client.endpoints import broke
 from zl.client.errors import ConnectionFailed
 from zl.client.trust import Trust
 from zl.client.wire import MAX_RESPONSE
-from zl.errors import Code, ConfigError, Finish, FrameError
+from zl.errors import Code, ConfigError, FrameError
 from zl.net.codec import decode_request, decode_response
 from zl.net.frames import FrameDecoder, Payload, Ping
 from zl.net.messages import Operation, Response
+from zl.tools.printers import JsonPrinter, Printer, RawPrinter, TextPrinter
 
 REFUSED, BROKEN = 3, 4
 _READ_BYTES = 1 << 16
+_LEAVING_S = 1.0
+"""How long the sending thread may take to see that it is over."""
 
 
 def exchange(address: str, files: Sequence[str], output: str, timeout: float, ca_file: str | None = None) -> int:
     """Send the files' bytes, half-close, print the answers as `output` says; return the exit status of `zl nc`."""
-    sources = [_open(path) for path in files]
-    try:
-        channel = open_channel(address, timeout, Trust(ca_file))
-    except ConnectionFailed as error:
-        return _fail(str(error))
-    sent = Sent()
-    try:
+    with ExitStack() as opened:
+        sources = [_open(path, opened) for path in files]
+        try:
+            channel = open_channel(address, timeout, Trust(ca_file))
+        except ConnectionFailed as error:
+            return _fail(str(error))
+        opened.callback(channel.close)
+        sent = Sent()
+        # A daemon: another process may read from a terminal what poll has seen, and then a read would wait after all.
         sender = threading.Thread(target=_send, args=(channel, sources, sent), daemon=True)
         sender.start()
-        printer = {"text": TextPrinter, "json": JsonPrinter, "raw": RawPrinter}[output]()
-        return _receive(channel, sent, printer, timeout)
-    finally:
-        channel.shut()
-        channel.close()
+        try:
+            printer = {"text": TextPrinter, "json": JsonPrinter, "raw": RawPrinter}[output]()
+            return _receive(channel, sent, printer, timeout)
+        finally:
+            sent.give_up()
+            channel.shut()
+            sender.join(_LEAVING_S)
+            if not sender.is_alive():
+                sent.close()
 
 
 class Sent:
-    """What was sent, as far as it can be read: which requests an answer must come for."""
+    """What was sent, as far as it can be read: which requests an answer must come for; and whether to send no more."""
 
     def __init__(self) -> None:
         self._decoder = FrameDecoder(2**32 - 1)
+        self._over, self._giving_up = os.pipe()  # readable once it is over
+        self._given_up = False
         self._open = 0  # requests and pings without an answer
         self._changed = threading.Condition()
         self.expected: list[int] = []
@@ -62,11 +74,30 @@ class Sent:
             self._open -= 1
             self._changed.notify_all()
 
+    def give_up(self) -> None:
+        """Send no more: nobody answers any longer. Wakes who waits for input or for answers."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+        os.write(self._giving_up, b"x")
+
+    def close(self) -> None:
+        """Give the pipe up; who sends has ended."""
+        os.close(self._over)
+        os.close(self._giving_up)
+
+    def has_input(self, source: BinaryIO) -> bool:
+        """Wait until a source has bytes, or its end; False: it is over."""
+        poll = select.poll()
+        poll.register(self._over, select.POLLIN)
+        poll.register(source, select.POLLIN)
+        return all(fd != self._over for fd, _ in poll.poll())
+
     def wait(self) -> None:
         """Wait until all is answered; not where the bytes end inside a frame, for nothing will come for that one."""
         if self._decoder.eof() is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._open <= 0)
+                self._changed.wait_for(lambda: self._given_up or self._open <= 0)
 
     def feed(self, data: bytes) -> None:
         """Note the requests in the next bytes."""
@@ -141,119 +172,10 @@ def _without(expected: list[int], ended: list[int]) -> list[int]:
     return left
 
 
-class Printer:
-    """Prints answers to stdout."""
-
-    def raw(self, data: bytes) -> None:
-        """Take the bytes as they came."""
-
-    def pong(self) -> None:
-        """Take the answer to a ping."""
-
-    def response(self, response: Response) -> None:
-        """Take a frame."""
-
-    def close(self) -> None:
-        """Take the end."""
-        sys.stdout.flush()
-
-
-class RawPrinter(Printer):
-    """Passes the bytes on."""
-
-    def raw(self, data: bytes) -> None:
-        """Write the bytes."""
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-
-
-class JsonPrinter(Printer):
-    """One object a frame; text that is no UTF-8 cannot come, since answers are whole characters."""
-
-    def pong(self) -> None:
-        """Write a ping's object."""
-        print(json.dumps({"ping": True}), flush=True)
-
-    def response(self, response: Response) -> None:
-        """Write what the frame has."""
-        print(json.dumps(as_json(response), ensure_ascii=False), flush=True)
-
-
-def as_json(response: Response) -> dict[str, object]:
-    """Turn a frame into plain values; what it has not is left out."""
-    out: dict[str, object] = {"request_id": response.request_id}
-    for name in ("token_ids", "logprobs", "seed", "is_finished"):
-        if value := getattr(response, name):
-            out[name] = value
-    if response.text:
-        try:
-            out["text"] = response.text.decode()
-        except UnicodeDecodeError:
-            out["text_base64"] = base64.b64encode(response.text).decode()
-    if response.finish != Finish.NONE:
-        out["finish_reason"] = response.finish.name
-    if response.error is not None:
-        error = response.error
-        out["error"] = {"code": error.code.name, "message": error.message, "retry_after_ms": error.retry_after_ms}
-    for name in ("usage", "server"):
-        if (part := getattr(response, name)) is not None:
-            out[name] = {key: getattr(part, key) for key in part.__slots__}
-    return out
-
-
-class TextPrinter(Printer):
-    """The text of one answer after the other, in the order in which they begin; each streams when its turn comes."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, list[str]] = {}  # by request, in order; the first is the one that streams
-        self._done: set[int] = set()
-        self._last = "\n"
-
-    def pong(self) -> None:
-        """Write `pong`."""
-        self._newline()
-        self._write("pong\n")
-
-    def response(self, response: Response) -> None:
-        """Write the text, or keep it until its answer's turn."""
-        text = response.text.decode("utf-8", "replace")
-        if response.server is not None:
-            text += "".join(f"{key}: {getattr(response.server, key)}\n" for key in response.server.__slots__)
-        self._waiting.setdefault(response.request_id, []).append(text)
-        if response.is_finished:
-            self._done.add(response.request_id)
-        while self._waiting:
-            current = next(iter(self._waiting))
-            self._write("".join(self._waiting[current]))
-            self._waiting[current].clear()
-            if current not in self._done:
-                return
-            self._newline()
-            del self._waiting[current]
-            self._done.discard(current)
-
-    def close(self) -> None:
-        """Write what answers that broke off had."""
-        for parts in self._waiting.values():
-            self._write("".join(parts))
-            self._newline()
-        super().close()
-
-    def _write(self, text: str) -> None:
-        if text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            self._last = text[-1]
-
-    def _newline(self) -> None:
-        if self._last != "\n":
-            self._write("\n")
-
-
-def _send(channel: Channel, sources: list[Callable[[], Iterator[bytes]]], sent: Sent) -> None:
+def _send(channel: Channel, sources: list[BinaryIO], sent: Sent) -> None:
     try:
         for source in sources:
-            for data in source():
+            for data in _chunks(source, sent):
                 sent.feed(data)
                 channel.send(data)
         if isinstance(channel.address, TlsAddress):
@@ -265,21 +187,20 @@ def _send(channel: Channel, sources: list[Callable[[], Iterator[bytes]]], sent: 
             sent.error = str(error)
 
 
-def _open(path: str) -> Callable[[], Iterator[bytes]]:
+def _open(path: str, opened: ExitStack) -> BinaryIO:
+    if path == "-":
+        return sys.stdin.buffer
     try:
-        file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 (closed after its chunks)
+        return opened.enter_context(open(path, "rb"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
 
-    def chunks() -> Iterator[bytes]:
-        # read1 and not read: what a terminal or a slow pipe has given goes out at once.
-        reader = file.read1 if hasattr(file, "read1") else file.read
-        while data := reader(_READ_BYTES):
-            yield data
-        if file is not sys.stdin.buffer:
-            file.close()
 
-    return chunks
+def _chunks(source: BinaryIO, sent: Sent) -> Iterator[bytes]:
+    # What a terminal or a slow pipe has given goes out at once. Not through Python's buffer: the interpreter aborts at
+    # its end if a thread waits for input with the lock of stdin's.
+    while sent.has_input(source) and (data := os.read(source.fileno(), _READ_BYTES)):
+        yield data
 
 
 def _complain(response: Response) -> None:

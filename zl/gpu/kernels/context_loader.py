@@ -1,7 +1,8 @@
 """Context loader: turn a step's segments into the token columns that the forward pass reads.
 
-One launch starts the rows whose first segment this is: their page table moves to the device, their penalty filter
-is built. The next writes the token columns, whatever the number of messages and rows.
+One launch starts the rows whose first segment this is, whatever the number of messages and rows: their prompts are
+gathered from the berths that requests came in and from the host's own ids, their page table moves to the device, their
+penalty filter is built. The next writes the token columns.
 State: none. Refuses model, rows and the environment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -9,6 +10,7 @@ State: none. Refuses model, rows and the environment.
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from zl.errors import ShapeError
 from zl.gpu.kernels.filter_update import add_reference, add_to_bloom
 from zl.gpu.kernels.launch import Settings, Variant, expect, power_of_two
 from zl.sampling.filter import Filter
-from zl.shapes import PAGE
+from zl.shapes import MAX_PIECES, PAGE
 
 SAMPLE = 1
 FIRST = 2
@@ -40,12 +42,26 @@ class Plan(NamedTuple):
     seg_flags: torch.Tensor
 
 
+class Pieces(NamedTuple):
+    """Where the prompts of rows that start lie, in mapped host memory: `zl.gpu.pinned.RowColumns` as tensors.
+
+    own_ids int32 [R, max_len]; n_pieces int32 [R]; piece_at int32 [R, K]; piece_source int64 [R, K];
+    arena int32 [n], the bytes of `RowColumns.arena` as aligned words
+    """
+
+    own_ids: torch.Tensor
+    n_pieces: torch.Tensor
+    piece_at: torch.Tensor
+    piece_source: torch.Tensor
+    arena: torch.Tensor
+
+
 class Rows(NamedTuple):
     """What a row's steps read; W words of a filter.
 
-    Mapped host memory: page_table int32 [R, P], -1 where unused; prompt_ids int32 [R, max_len]; prompt_len int32 [R].
-    Device: table int32 [R, P], the page table that attention walks, copied when a row starts; last_token int32 [R];
-    done uint8 [R]; seen int32 or uint32 [R, W]
+    Mapped host memory: page_table int32 [R, P], -1 where unused; prompt_len int32 [R].
+    Device: table int32 [R, P], the page table that attention walks, and prompt_ids int32 [R, max_len], both copied when
+    a row starts; last_token int32 [R]; done uint8 [R]; seen int32 or uint32 [R, W]
     """
 
     page_table: torch.Tensor
@@ -164,9 +180,10 @@ def _context_kernel(
 
 @triton.jit
 def _start_kernel(
-    n_segs, seg_row, seg_flags, page_table, table, prompt_ids, prompt_len, seen,
-    P: tl.constexpr, MAX_LEN: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-    BLOOM: tl.constexpr,
+    n_segs, seg_row, seg_flags, own_ids, n_pieces, piece_at, piece_source, arena,
+    page_table, table, prompt_ids, prompt_len, seen,
+    K: tl.constexpr, P: tl.constexpr, MAX_LEN: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr, BLOOM: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0)
     if s >= tl.load(n_segs):
@@ -183,15 +200,32 @@ def _start_kernel(
         tl.store(words + w + lane, tl.zeros([BLOCK], tl.int32), mask=w + lane < WORDS)
     # The zeros must be visible to the whole block before the first bit is set.
     tl.debug_barrier()
-    n = tl.load(prompt_len + row)
-    for i in range(0, n, BLOCK):
-        token = tl.load(prompt_ids + row * MAX_LEN + i + lane, mask=i + lane < n, other=-1)
-        valid = (token >= 0) & (token < VOCAB)
-        if BLOOM:
-            add_to_bloom(words, token, valid)
-        else:
-            bit = tl.full([BLOCK], 1, tl.int32) << (token & 31)
-            tl.atomic_or(words + (token >> 5), bit, mask=valid, sem="relaxed")
+    n, count = tl.load(prompt_len + row), tl.load(n_pieces + row)
+    ids = prompt_ids + row * MAX_LEN
+    for k in range(count):
+        at = tl.load(piece_at + row * K + k)
+        end = tl.load(piece_at + row * K + tl.minimum(k + 1, count - 1))
+        length = tl.where(k + 1 < count, end, n) - at
+        source = tl.load(piece_source + row * K + k)
+        # A berth's ids begin at any byte: each is put together from the two aligned words that hold it.
+        mine, word, shift = row * MAX_LEN - 1 - source, source >> 2, ((source & 3) << 3).to(tl.int32)
+        n_own = tl.where(source < 0, length, 0)
+        n_low = length - n_own
+        n_high = tl.where(shift > 0, n_low, 0)
+        for i in range(0, length, BLOCK):
+            used = i + lane < length
+            given = tl.load(own_ids + mine + i + lane, mask=i + lane < n_own, other=0)
+            low = tl.load(arena + word + i + lane, mask=i + lane < n_low, other=0)
+            high = tl.load(arena + word + i + lane + 1, mask=i + lane < n_high, other=0)
+            lent = (low.to(tl.uint32, bitcast=True) >> shift).to(tl.int32, bitcast=True) | (high << (31 - shift) << 1)
+            token = tl.where(source < 0, given, lent)
+            tl.store(ids + at + i + lane, token, mask=used)
+            valid = used & (token >= 0) & (token < VOCAB)
+            if BLOOM:
+                add_to_bloom(words, token, valid)
+            else:
+                bit = tl.full([BLOCK], 1, tl.int32) << (token & 31)
+                tl.atomic_or(words + (token >> 5), bit, mask=valid, sem="relaxed")
 
 
 def settings(n_rows: int, pages_per_row: int, max_len: int) -> Settings:
@@ -210,13 +244,13 @@ def settings(n_rows: int, pages_per_row: int, max_len: int) -> Settings:
     )
 
 
-def start_settings(pages_per_row: int, max_len: int, form: Filter) -> Settings:
+def start_settings(max_pieces: int, pages_per_row: int, max_len: int, form: Filter) -> Settings:
     """Return the launch settings of the kernel that starts rows."""
-    constants = {"P": pages_per_row, "MAX_LEN": max_len, "BLOCK": 512}
+    constants = {"K": max_pieces, "P": pages_per_row, "MAX_LEN": max_len, "BLOCK": 512}
     return Settings({**constants, "WORDS": form.words, "VOCAB": form.vocab, "BLOOM": form.bloom}, 4, 1)
 
 
-def _check(plan: Plan, rows: Rows, out: Context, form: Filter) -> tuple[int, int]:
+def _check(plan: Plan, pieces: Pieces, rows: Rows, out: Context, form: Filter) -> tuple[int, int]:
     n_rows, n_tokens = out.seg_row.shape[0], out.token_ids.shape[0]
     expect("n_segs", plan.n_segs, torch.int32, 1)
     for name in ("seg_row", "seg_start", "seg_len"):
@@ -226,6 +260,11 @@ def _check(plan: Plan, rows: Rows, out: Context, form: Filter) -> tuple[int, int
     capacity = rows.page_table.shape[0]
     expect("table", rows.table, torch.int32, *rows.page_table.shape)
     expect("prompt_ids", rows.prompt_ids, torch.int32, capacity, None)
+    expect("own_ids", pieces.own_ids, torch.int32, *rows.prompt_ids.shape)
+    expect("n_pieces", pieces.n_pieces, torch.int32, capacity)
+    expect("piece_at", pieces.piece_at, torch.int32, capacity, None)
+    expect("piece_source", pieces.piece_source, torch.int64, *pieces.piece_at.shape)
+    expect("arena", pieces.arena, torch.int32, None)
     expect("prompt_len", rows.prompt_len, torch.int32, capacity)
     expect("last_token", rows.last_token, torch.int32, capacity)
     expect("done", rows.done, torch.uint8, capacity)
@@ -244,24 +283,25 @@ def _check(plan: Plan, rows: Rows, out: Context, form: Filter) -> tuple[int, int
     return n_tokens, n_rows
 
 
-def load_context(plan: Plan, rows: Rows, out: Context, form: Filter) -> None:
+def load_context(plan: Plan, pieces: Pieces, rows: Rows, out: Context, form: Filter) -> None:
     """Write the step's token columns and start the rows whose first segment this is.
 
     plan    the step's segments, at most one a row; more tokens than T are cut (the planner never sends them)
-    rows    row columns; `table`, `done` and `seen` are written where a segment is FIRST
+    pieces  read where a segment is FIRST, and not afterwards
+    rows    row columns; `table`, `prompt_ids`, `done` and `seen` are written where a segment is FIRST
     out     written, every element of it
     form    of `rows.seen`
     Token   prompt_ids[row, pos] below prompt_len[row], last_token[row] from there on
     Ready   after the current stream; safe to capture
     Raises  ShapeError
     """
-    n_tokens, n_rows = _check(plan, rows, out, form)
+    n_tokens, n_rows = _check(plan, pieces, rows, out, form)
     max_len = rows.prompt_ids.shape[1]
     chosen = settings(n_rows, rows.page_table.shape[1], max_len)
-    start = start_settings(rows.page_table.shape[1], max_len, form)
+    start = start_settings(pieces.piece_at.shape[1], rows.page_table.shape[1], max_len, form)
     _start_kernel[(n_rows,)](
-        plan.n_segs, plan.seg_row, plan.seg_flags, rows.page_table, rows.table, rows.prompt_ids, rows.prompt_len,
-        rows.seen.view(torch.int32), **start.keywords(),
+        plan.n_segs, plan.seg_row, plan.seg_flags, *pieces, rows.page_table, rows.table, rows.prompt_ids,
+        rows.prompt_len, rows.seen.view(torch.int32), **start.keywords(),
     )  # fmt: skip
     _context_kernel[(triton.cdiv(n_tokens, chosen.constexprs["BLOCK"]),)](
         *plan,
@@ -272,9 +312,22 @@ def load_context(plan: Plan, rows: Rows, out: Context, form: Filter) -> None:
     )  # fmt: skip
 
 
-def load_context_reference(plan: Plan, rows: Rows, out: Context, form: Filter) -> None:
+def gather_reference(pieces: Pieces, row: int, n: int) -> list[int]:
+    """Read one prompt of `n` tokens as `load_context` does, piece by piece."""
+    starts = pieces.piece_at[row, : int(pieces.n_pieces[row])].tolist()
+    ids: list[int] = []
+    packed = pieces.arena.cpu().numpy().tobytes()
+    for source, at, end in zip(pieces.piece_source[row].tolist(), starts, [*starts[1:], n], strict=False):
+        if source < 0:
+            ids += pieces.own_ids[row, ~source : ~source + end - at].tolist()
+        else:
+            ids += struct.unpack_from(f"<{end - at}i", packed, source)
+    return ids
+
+
+def load_context_reference(plan: Plan, pieces: Pieces, rows: Rows, out: Context, form: Filter) -> None:
     """Do what `load_context` does, one token at a time."""
-    n_tokens, n_rows = _check(plan, rows, out, form)
+    n_tokens, n_rows = _check(plan, pieces, rows, out, form)
     for tensor in out:
         tensor.zero_()
     out.row_of_token.fill_(-1)
@@ -288,7 +341,9 @@ def load_context_reference(plan: Plan, rows: Rows, out: Context, form: Filter) -
             rows.done[row] = 0
             rows.table[row] = rows.page_table[row]
             rows.seen[row] = 0
-            add_reference(rows.seen[row], rows.prompt_ids[row, : int(rows.prompt_len[row])].tolist(), form)
+            ids = gather_reference(pieces, row, int(rows.prompt_len[row]))
+            rows.prompt_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            add_reference(rows.seen[row], ids, form)
         elif used and rows.done[row]:
             out.seg_skipped[s] = 1
             n = 0
@@ -320,8 +375,9 @@ def variants(n_rows: int, pages_per_row: int, max_len: int, form: Filter) -> lis
         if not name.isupper()
     }
     columns["n_places"] = "i32"
-    start = {name: "*u8" if name == "seg_flags" else "*i32" for name in _start_kernel.arg_names if not name.isupper()}
-    starting = start_settings(pages_per_row, max_len, form)
+    types = {"seg_flags": "*u8", "piece_source": "*i64"}
+    start = {name: types.get(name, "*i32") for name in _start_kernel.arg_names if not name.isupper()}
+    starting = start_settings(MAX_PIECES, pages_per_row, max_len, form)
     return [
         Variant(f"context_loader R={n_rows}", _context_kernel, columns, settings(n_rows, pages_per_row, max_len)),
         Variant(f"context_start {form.kind} V={form.vocab}", _start_kernel, start, starting),

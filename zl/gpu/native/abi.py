@@ -44,7 +44,8 @@ class Config(ctypes.Structure):
 
 
 _COLUMNS = {
-    "prompt_ids": np.int32, "prompt_len": np.int32, "max_new": np.int32, "page_table": np.int32,
+    "own_ids": np.int32, "n_pieces": np.int32, "piece_at": np.int32, "piece_source": np.int64, "arena": np.uint8,
+    "prompt_len": np.int32, "max_new": np.int32, "page_table": np.int32,
     "temperature": np.float32, "top_p": np.float32, "penalty": np.float32, "seed": np.uint64, "row_flags": np.uint8,
 }  # fmt: skip
 _SLOT = {
@@ -57,8 +58,9 @@ class Columns(ctypes.Structure):
     """zl_columns."""
 
     _fields_ = [
-        ("prompt_ids", ctypes.c_void_p), ("prompt_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in list(_COLUMNS)[1:]),
+        *((name, ctypes.c_void_p) for name in list(_COLUMNS)[:5]),
+        ("max_pieces", ctypes.c_int64), ("arena_bytes", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in list(_COLUMNS)[5:]),
     ]  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def _address(owner: Any, name: str, dtype: Any) -> int:
 def columns(source: Any) -> Columns:
     """Collect the addresses of row columns; the arrays must outlive the context."""
     at = {name: _address(source, name, dtype) for name, dtype in _COLUMNS.items()}
-    return Columns(prompt_stride=source.prompt_ids.shape[1], **at)
+    return Columns(max_pieces=source.piece_at.shape[1], arena_bytes=source.arena.nbytes, **at)
 
 
 def slots(sources: Sequence[Any]) -> Any:
@@ -124,7 +126,7 @@ def load(path: Path) -> ctypes.CDLL:
         "zl_logits": (i, [p, i, p, p]),
         "zl_times": (p, [p]),
         "zl_batches": (i, [p, p, p]),
-        "zl_state": (None, [p, p, p, p]),
+        "zl_state": (None, [p, p, p, p, p]),
         "zl_packed": (p, [p, p]),
         "zl_unload": (None, [p]),
         "zl_settle": (None, [p]),

@@ -151,8 +151,9 @@ int zl_batches(zl_context* c, int32_t* rows, int32_t* shared) {
     return (int)c->at.batches.size();
 }
 
-void zl_state(zl_context* c, int32_t** last_token, uint8_t** done, uint32_t** seen) {
+void zl_state(zl_context* c, int32_t** last_token, uint8_t** done, uint32_t** seen, int32_t** prompt_ids) {
     *last_token = c->last_token;
     *done = c->done;
     *seen = c->seen;
+    *prompt_ids = c->prompt_ids;
 }

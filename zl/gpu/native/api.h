@@ -18,10 +18,14 @@ struct zl_config {
     const uint8_t* kinds;
 };
 
-// RowColumns: [max_rows, ...], constant during a row's life.
+// RowColumns: [max_rows, ...], constant during a row's life. How a prompt lies in pieces is said there.
 struct zl_columns {
-    const int32_t* prompt_ids;  // [max_rows, prompt_stride]
-    int64_t prompt_stride;
+    const int32_t* own_ids;  // [max_rows, max_model_len]
+    const int32_t* n_pieces;
+    const int32_t* piece_at;      // [max_rows, max_pieces]
+    const int64_t* piece_source;  // [max_rows, max_pieces]
+    const uint8_t* arena;         // [arena_bytes]
+    int64_t max_pieces, arena_bytes;
     const int32_t* prompt_len;
     const int32_t* max_new;
     const int32_t* page_table;  // [max_rows, pages_per_row]
@@ -54,7 +58,7 @@ enum zl_segment_flag { ZL_SAMPLE = 1, ZL_FIRST = 2 };
 enum zl_row_flag { ZL_IGNORE_EOS = 1, ZL_LOGPROBS = 2 };
 enum zl_out_flag { ZL_EOS = 1, ZL_LENGTH = 2, ZL_NUMERIC = 4, ZL_SKIPPED = 8 };
 // Status of a step: 0, or which rule of the slot was broken.
-enum zl_status { ZL_OK = 0, ZL_TOO_MANY_TOKENS = 1, ZL_BAD_SEGMENT = 2, ZL_BAD_PAGE = 3 };
+enum zl_status { ZL_OK = 0, ZL_TOO_MANY_TOKENS = 1, ZL_BAD_SEGMENT = 2, ZL_BAD_PAGE = 3, ZL_BAD_PROMPT = 4 };
 
 struct zl_context;
 
@@ -91,8 +95,9 @@ int zl_logits(zl_context*, int max_n, int32_t* seg, float* out);
 const double* zl_times(zl_context*);
 // Batches of the last step's decoding rows (plan.cpp): fills each one's rows and shared pages, at most max_rows; the count.
 int zl_batches(zl_context*, int32_t* rows, int32_t* shared);
-// Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, words of a filter].
-void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen);
+// Device state: last_token i32[max_rows], done u8[max_rows], seen u32[max_rows, words of a filter], prompt_ids
+// i32[max_rows, max_model_len], gathered in a row's first step.
+void zl_state(zl_context*, int32_t** last_token, uint8_t** done, uint32_t** seen, int32_t** prompt_ids);
 
 // Heartbeat and fallback (inspect.cpp).
 // The packed weights, rope tables included: address and bytes, a multiple of 64.

@@ -11,7 +11,7 @@ import hashlib
 import platform
 from pathlib import Path
 
-from zl.compiled import cache_dir, compiler, compiler_says, shared_library
+from zl.compiled import NO_COMPILER, cache_dir, compiler, compiler_says, shared_library
 from zl.errors import DeviceError
 
 HERE = Path(__file__).parent
@@ -135,10 +135,15 @@ def fingerprint(level: str) -> str:
 def no_compiler() -> DeviceError:
     """Make the error of a native program that was asked for and that nothing here can compile."""
     return DeviceError(
-        "no C++ compiler found; install g++ (or set CXX), or set ZL_CPU_LEVEL=torch for the slower engine",
+        f"{NO_COMPILER}, or set ZL_CPU_LEVEL=torch for the slower engine",
         call="g++",
         lasting=True,
     )
+
+
+def lacking() -> str:
+    """Say why no native program can be built here, where `have_compiler` is false."""
+    return NO_COMPILER if compiler() is None else "this CPU has no AVX2"
 
 
 def library(level: str) -> Path:

@@ -106,7 +106,8 @@ bool zl_context::allocate() {
     const size_t attn = m * n.heads * n.head_pad * n.elem, kvs = m * n.kv_heads * n.head_pad * n.elem;
     const size_t ffns = m * n.ffn_pad * n.elem, lg = (size_t)n.rows * n.logit_stride * 4;
     const size_t stat = (size_t)n.rows * 3 * n.stat_room * 4;
-    const size_t state = Arena::room((size_t)n.rows * 4) * 2 + Arena::room((size_t)n.rows * n.seen_words * 4);
+    const size_t state = Arena::room((size_t)n.rows * 4) * 2 + Arena::room((size_t)n.rows * n.seen_words * 4) +
+                         Arena::room((size_t)n.rows * n.model_len * 4);
     const size_t final_acts = (size_t)zl::round_up(n.rows, 32) * n.hidden_pad * n.elem;
     const int kt_most = std::max(n.kt_hidden, std::max(n.kt_attn, n.kt_ffn));
     const size_t unpacked_bytes = std::max((size_t)(kt_most + zl::kRing) * zl::kRecordTiles * zl::kTile * n.elem,
@@ -128,6 +129,7 @@ bool zl_context::allocate() {
     last_token = scratch.take<int32_t>((size_t)n.rows * 4);
     done = scratch.take<uint8_t>((size_t)n.rows);
     seen = scratch.take<uint32_t>((size_t)n.rows * n.seen_words * 4);
+    prompt_ids = scratch.take<int32_t>((size_t)n.rows * n.model_len * 4);
     for (int t = 0; t < config.n_threads; t++) {
         attn_scratch.push_back(scratch.take(attn_scratch_bytes()));
         unpacked.push_back(scratch.take(unpacked_bytes));

@@ -108,6 +108,7 @@ struct zl_context : zl::Job {
     int32_t* last_token;
     uint8_t* done;
     uint32_t* seen;
+    int32_t* prompt_ids;                 // [rows][model_len]
 
     zl::Plan at;
     int status[8] = {};                  // of the last steps, by sequence number
@@ -126,6 +127,7 @@ struct zl_context : zl::Job {
     T* page(int layer, int page_id, int kv_head) const {
         return (T*)pool.base + (size_t)layer * n.layer_elems + ((size_t)page_id * n.kv_heads + kv_head) * n.page_elems;
     }
+    int32_t* prompt(int row) const { return prompt_ids + (size_t)row * n.model_len; }
     const int32_t* table(int row) const { return columns.page_table + (size_t)row * n.table_width; }
     size_t room8_at() const;  // where a thread's room for eight-bit pages begins in its attention scratch
     size_t attn_scratch_bytes() const;

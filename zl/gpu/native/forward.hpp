@@ -30,7 +30,7 @@ struct Forward {
                 const Segment& s = p.segs[p.seg_of[i]];
                 const int pos = p.pos[i];
                 const bool in_prompt = pos < c.columns.prompt_len[s.row];
-                int id = in_prompt ? c.columns.prompt_ids[s.row * c.columns.prompt_stride + pos] : c.last_token[s.row];
+                int id = in_prompt ? c.prompt(s.row)[pos] : c.last_token[s.row];
                 if (id < 0 || id >= n.vocab) id = 0;  // an id that slipped through must not read foreign memory
                 embed_row((const T*)c.embed, id, n.hidden_pad, c.x + (size_t)i * n.hidden_pad);
             }
@@ -39,9 +39,7 @@ struct Forward {
         w.run((int)p.segs.size(), 1, [&](int a, int b, int) {
             for (int i = a; i < b; i++) {
                 const int row = p.segs[i].row;
-                if (p.segs[i].first)
-                    zl_filter_build(n.filter, seen(row), c.columns.prompt_ids + row * c.columns.prompt_stride,
-                                    c.columns.prompt_len[row]);
+                if (p.segs[i].first) zl_filter_build(n.filter, seen(row), c.prompt(row), c.columns.prompt_len[row]);
             }
         });
         clock.mark(kEmbed);

@@ -1,5 +1,6 @@
 // The serial head of a step: which segments run, where their tokens lie, what the attention stage will do.
 #include <algorithm>
+#include <cstring>
 
 #include "context.hpp"
 
@@ -14,6 +15,24 @@ static bool has_pages(const zl_context& c, const Segment& s) {
     const int32_t* table = c.table(s.row);
     for (int p = 0; p * kPage < s.start + s.len; p++)
         if (p >= c.n.table_width || table[p] < 0 || table[p] >= c.n.pages) return false;
+    return true;
+}
+
+// Reads a row's prompt from where its pieces lie; false where one is not within the row's own ids or the arena.
+static bool gather(const zl_context& c, int row) {
+    const zl_columns& col = c.columns;
+    const int count = col.n_pieces[row], length = col.prompt_len[row];
+    if (count < 0 || count > col.max_pieces || length < 0 || length > c.n.model_len) return false;
+    const int32_t *own = col.own_ids + (size_t)row * c.n.model_len, *at = col.piece_at + row * col.max_pieces;
+    const int64_t* source = col.piece_source + row * col.max_pieces;
+    for (int i = 0; i < count; i++) {
+        const int end = i + 1 < count ? at[i + 1] : length;
+        const int64_t from = source[i], n = end - at[i];
+        if (at[i] < 0 || n < 0 || end > length) return false;
+        if (from < 0 ? n > c.n.model_len - ~from : 4 * n > col.arena_bytes - from) return false;
+        const void* ids = from < 0 ? (const void*)(own + ~from) : col.arena + from;
+        memcpy(c.prompt(row) + at[i], ids, 4 * n);
+    }
     return true;
 }
 
@@ -110,6 +129,7 @@ void zl_context::plan(int slot) {
         if (!zl::valid(*this, g)) {
             p.status = ZL_BAD_SEGMENT;
         } else if (g.first) {
+            if (!zl::gather(*this, g.row)) p.status = ZL_BAD_PROMPT;
             done[g.row] = 0;
         } else if (done[g.row]) {
             in.out_flags[s] = ZL_SKIPPED;

@@ -11,26 +11,23 @@ constexpr int kChunk = 256;    // candidates that share one partial sum of the d
 constexpr int kEdges = 8;      // of one turn of the threshold search
 constexpr int kSmall = 32;     // up to here a list is sorted by insertion
 
-// A list of tokens in id order. Arrays have room for one vector past the end.
+// A list of candidates in id order. Arrays have room for one vector past the end. Candidates are known by their places in
+// the whole list, which are in the order of ids: an id is made out for the one that is drawn only.
 struct List {
     float* w;
     float* d;
-    int32_t* id;
+    int32_t* place;  // null: the whole list, whose places are 0, 1, 2 ...
     int n;
 };
 
-// Top-p keeps what is more likely than d, and of the tokens at d those with an id up to `id`.
+// Top-p keeps what is more likely than d, and of the tokens at d those with a place up to `place`.
 struct Cut {
     float d;
-    int32_t id;
+    int32_t place;
 };
 
-inline void add_to(List& list, Mask m, V w, V d, Ids id) {
-    list.n += append(m, w, d, id, list.w + list.n, list.d + list.n, list.id + list.n);
-}
-
-inline void pad(List& list) {  // to whole groups of four vectors, with tokens that have no weight
-    for (int i = list.n; i < (list.n + 63) / 64 * 64; i++) list.w[i] = 0, list.d[i] = kMasked, list.id[i] = INT32_MAX;
+inline void pad(const List& list) {  // to whole groups of four vectors, with tokens that have no weight
+    for (int i = list.n; i < (list.n + 63) / 64 * 64; i++) list.w[i] = 0, list.d[i] = kMasked;
 }
 
 double mass_of(const List& list) {
@@ -40,29 +37,27 @@ double mass_of(const List& list) {
     return total(sum);
 }
 
-// The mass at or below each edge.
-void masses_below(const List& list, const float* edge, double* mass) {
-    Sum sum[kEdges];
+// The mass at or below an edge. Higher edges never give less, to the last bit: no sum falls when a term grows.
+double mass_up_to(const List& list, float edge) {
+    const V e = set1(edge);
+    Sum sum;
     for (int i = 0; i < list.n; i += 64) {
-        V w[4], d[4];
-        for (int v = 0; v < 4; v++) w[v] = load(list.w + i + 16 * v), d[v] = load(list.d + i + 16 * v);
-        for (int k = 0; k < kEdges; k++) {
-            V e = set1(edge[k]);
-            accumulate(sum[k], add(add(keep(~greater(d[0], e), w[0]), keep(~greater(d[1], e), w[1])),
-                                   add(keep(~greater(d[2], e), w[2]), keep(~greater(d[3], e), w[3]))));
-        }
+        V w[4];
+        for (int v = 0; v < 4; v++) w[v] = not_above(load(list.d + i + 16 * v), e, load(list.w + i + 16 * v));
+        accumulate(sum, add(add(w[0], w[1]), add(w[2], w[3])));
     }
-    for (int k = 0; k < kEdges; k++) mass[k] = total(sum[k]);
+    return total(sum);
 }
 
-// Sorts a short list by falling likelihood, then rising id.
+// Sorts a short list by falling likelihood, then rising place.
 void sort_small(List& list) {
     for (int i = 1; i < list.n; i++) {
         float w = list.w[i], d = list.d[i];
-        int32_t id = list.id[i];
-        int j = i;  // ids rise, so equals stay where they are
-        for (; j && list.d[j - 1] < d; j--) list.w[j] = list.w[j - 1], list.d[j] = list.d[j - 1], list.id[j] = list.id[j - 1];
-        list.w[j] = w, list.d[j] = d, list.id[j] = id;
+        int32_t place = list.place[i];
+        int j = i;  // places rise, so equals stay where they are
+        for (; j && list.d[j - 1] < d; j--)
+            list.w[j] = list.w[j - 1], list.d[j] = list.d[j - 1], list.place[j] = list.place[j - 1];
+        list.w[j] = w, list.d[j] = d, list.place[j] = place;
     }
 }
 
@@ -75,10 +70,12 @@ float between(const List& from, float bottom, float high, List& to) {
     V fall = set1(0);
     for (int i = 0; i < in.n; i += 16) {
         const V d = load(in.d + i), w = load(in.w + i);
-        const Ids id = load_ids(in.id + i);
+        const Ids at = in.place ? load_ids(in.place + i) : ids_from(i);
         const Mask m = greater(d, set1(bottom)) & ~greater(d, set1(high));
         fall = max(fall, keep(m, sub(set1(0), d)));
-        add_to(out, m, w, d, id);
+        const Taken t = taken(m);
+        pack(t, w, out.w + out.n), pack(t, d, out.d + out.n), pack(t, at, out.place + out.n);
+        out.n += t.n;
     }
     to.n = out.n;
     return -highest(fall);
@@ -96,7 +93,6 @@ bool find_cut(const List& all, float low, double below, double spare, List& part
     float high = 0;
     while (list->n > kSmall && low < high) {
         float edge[kEdges];
-        double mass[kEdges];
         for (int k = 0; k < kEdges; k++) {
             // At first the cut is near the low end, which is where the list was made to end.
             const double up = (double)(kEdges - 1 - k) / kEdges, share = list == &all ? up * up : up;
@@ -104,12 +100,17 @@ bool find_cut(const List& all, float low, double below, double spare, List& part
             e = e < high ? e : nextafterf(high, kMasked);
             edge[k] = k < kEdges - 1 && e > low ? e : low;
         }
-        masses_below(*list, edge, mass);
-        int k = 0;
-        while (k < kEdges && below + mass[k] > spare) k++;
+        // The first edge that can be left out, sought from the middle, near which the cut is at first.
+        int k = kEdges / 2;
+        double mass = mass_up_to(*list, edge[k]);
+        if (below + mass > spare) {
+            while (++k < kEdges && below + (mass = mass_up_to(*list, edge[k])) > spare) {}
+        } else {
+            for (double more; k && below + (more = mass_up_to(*list, edge[k - 1])) <= spare; k--) mass = more;
+        }
         const float bottom = k < kEdges ? edge[k] : kMasked;
         high = k ? edge[k - 1] : high;
-        below += k < kEdges ? mass[k] : 0;
+        below += k < kEdges ? mass : 0;
         const float lowest = between(*list, bottom, high, part);
         if (!part.n) {  // rounding between two turns: all that is above stays
             *cut = {high, INT32_MAX};
@@ -121,20 +122,22 @@ bool find_cut(const List& all, float low, double below, double spare, List& part
     }
     if (list == &all) {
         part.n = all.n;
-        for (int i = 0; i < all.n; i++) part.w[i] = all.w[i], part.d[i] = all.d[i], part.id[i] = all.id[i];
+        for (int i = 0; i < all.n; i++) part.w[i] = all.w[i], part.d[i] = all.d[i], part.place[i] = i;
     }
     if (part.n <= kSmall) sort_small(part);  // a longer list has equals only, in order already
     int n = part.n;
     while (n > 1 && below + part.w[n - 1] <= spare) below += part.w[--n];
-    *cut = {part.d[n - 1], part.id[n - 1]};
+    *cut = {part.d[n - 1], part.place[n - 1]};
     return true;
 }
 
 inline V kept_weights(const List& list, int i, const Cut* cut) {
-    V w = load(list.w + i);
+    const V w = load(list.w + i);
     if (!cut) return w;
-    V d = load(list.d + i), edge = set1(cut->d);
-    return keep(greater(d, edge) | (equal(d, edge) & up_to(list.id + i, cut->id)), w);
+    const V d = load(list.d + i), edge = set1(cut->d);
+    if (i > cut->place) return above(d, edge, w);
+    if (i + 15 <= cut->place) return not_below(d, edge, w);
+    return keep(greater(d, edge) | (equal(d, edge) & ((2u << (cut->place - i)) - 1)), w);
 }
 
 // The draw: inverse CDF over the kept tokens in id order. The list is padded with zero weights to whole groups of four

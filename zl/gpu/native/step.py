@@ -28,6 +28,7 @@ _PROBLEMS = {
     1: "more tokens than max_step_tokens",
     2: "a segment with a row, start or length out of range",
     3: "a segment whose page table does not cover its tokens",
+    4: "a row whose prompt does not lie within its own ids and the arena",
 }
 
 STAGES = (
@@ -87,7 +88,7 @@ class NativeStep:
             request_amx()  # before the worker threads start
         self._lib = abi.load(packed.library if packed is not None else library(self.level))
         self._keep = (columns, list(slots))  # the context holds addresses of their arrays
-        self._max_rows, self._model_len = columns.prompt_ids.shape
+        self._max_rows, self._model_len = columns.own_ids.shape
         if self.kv == "int8" and self._model_len > INT8_MODEL_LEN:
             raise ShapeError("max_model_len", self._model_len, f"at most {INT8_MODEL_LEN} with int8 keys and values")
         self._eos = np.array(shape.eos_ids, np.int32)
@@ -137,7 +138,7 @@ class NativeStep:
         context, self._context = self._context, None
         if context:
             self._lib.zl_close(context)
-            del self.last_token, self.done, self.seen, self._times  # views of memory that is gone
+            del self.last_token, self.done, self.seen, self.prompt_ids, self._times  # views of memory that is gone
 
     def export(self, path: Path) -> None:
         """Write the packed weights to a file that `Packed` names.
@@ -276,11 +277,12 @@ class NativeStep:
 
     def _views(self) -> None:
         """Lay numpy arrays over the device state; they die with `close`."""
-        pointers = [ctypes.c_void_p() for _ in range(3)]
+        pointers = [ctypes.c_void_p() for _ in range(4)]
         self._lib.zl_state(self._handle, *(ctypes.byref(p) for p in pointers))
         self.last_token = abi.view(pointers[0], (self._max_rows,), np.int32)
         self.done = abi.view(pointers[1], (self._max_rows,), np.uint8)
         self.seen = abi.view(pointers[2], (self._max_rows, self.filter.words), np.uint32)
+        self.prompt_ids = abi.view(pointers[3], (self._max_rows, self._model_len), np.int32)
         times = ctypes.c_void_p(self._lib.zl_times(self._handle))
         self._times = abi.view(times, (len(STAGES),), np.float64)
 

@@ -49,6 +49,7 @@ PyObject* PyList_New(Py_ssize_t);
 int PyList_SetItem(PyObject* list, Py_ssize_t, PyObject* stolen);
 Py_ssize_t PyTuple_Size(PyObject*);
 PyObject* PyTuple_GetItem(PyObject*, Py_ssize_t);  // borrowed
+PyObject* PySequence_GetSlice(PyObject*, Py_ssize_t begin, Py_ssize_t end);
 PyObject* PyCapsule_New(void*, const char* name, void (*destructor)(PyObject*));
 void* PyCapsule_GetPointer(PyObject*, const char* name);
 PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module);

@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr Py_ssize_t kSlots = 19;  // of messages.Request; library.py compares their names
+constexpr Py_ssize_t kSlots = 20;  // of messages.Request; library.py compares their names
 
 struct Maker {
     zl::wire::Limits limits;
@@ -25,10 +25,25 @@ PyObject* bytes_of(zl::wire::Bytes field) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(field.data), static_cast<Py_ssize_t>(field.size));
 }
 
-PyObject* list_of(const zl::wire::Bytes* fields, uint32_t n) {
+// Makes the objects of prompt fields: bytes of text, and views of the payload where they are packed token ids, which
+// nobody but the program needs to read.
+struct Contents {
+    PyObject* payload;
+    const uint8_t* begin;
+    bool views;
+
+    PyObject* operator()(zl::wire::Bytes field) const {
+        if (!views) return bytes_of(field);
+        const Py_ssize_t at = field.data ? field.data - begin : 0;
+        return PySequence_GetSlice(payload, at, at + static_cast<Py_ssize_t>(field.size));
+    }
+};
+
+template <class Make>
+PyObject* list_of(const zl::wire::Bytes* fields, uint32_t n, Make&& make) {
     PyObject* list = PyList_New(n);
     for (uint32_t i = 0; list && i < n; ++i) {
-        PyObject* item = bytes_of(fields[i]);
+        PyObject* item = make(fields[i]);
         if (!item || PyList_SetItem(list, i, item)) {
             Py_DecRef(list);
             return nullptr;
@@ -78,13 +93,14 @@ PyObject* decode(PyObject* self, PyObject* payload) {
     PyObject* request;
     if (zl::wire::read(static_cast<const uint8_t*>(view.buf), static_cast<size_t>(view.len), maker->limits, found)) {
         Filler fill(*maker);
-        fill << found.request_id << uint64_t{0} << uint64_t{found.encoding} << bytes_of(found.system)
-             << list_of(found.turns, found.n_turns) << bytes_of(found.context)
+        const Contents content{payload, static_cast<const uint8_t*>(view.buf), found.encoding == zl::wire::kTokens};
+        fill << found.request_id << uint64_t{0} << uint64_t{found.encoding} << content(found.system)
+             << list_of(found.turns, found.n_turns, content) << content(found.context)
              << micro(found.has_temperature, found.temperature) << micro(found.has_top_p, found.top_p)
              << micro(found.has_penalty, found.penalty) << uint64_t{found.max_tokens} << uint64_t{found.type}
              << (found.has_seed ? PyLong_FromUnsignedLongLong(found.seed) : none())
-             << list_of(found.stops, found.n_stops) << uint64_t{found.deadline_ms} << PyBool_FromLong(found.ignore_eos)
-             << PyBool_FromLong(found.logprobs) << bytes_of(found.auth_token) << uint64_t{0} << uint64_t{0};
+             << list_of(found.stops, found.n_stops, bytes_of) << uint64_t{found.deadline_ms} << PyBool_FromLong(found.ignore_eos)
+             << PyBool_FromLong(found.logprobs) << bytes_of(found.auth_token) << uint64_t{0} << uint64_t{0} << none();
         request = fill.request();
     } else {
         request = none();
@@ -101,7 +117,8 @@ void free_maker(PyObject* capsule) {
 
 PyMethodDef decode_def = {
     "decode_valid", decode, kMETH_O,
-    "Take a payload (any contiguous buffer); return the Request that it surely is, checked, or None: not sure."};
+    "Take a payload (any contiguous buffer); return the Request that it surely is, checked, or None: not sure. "
+    "Packed token ids are slices of the payload: of a memoryview, views."};
 
 PyObject* encode(PyObject*, PyObject* const* arguments, Py_ssize_t n) {
     if (n != 5) {

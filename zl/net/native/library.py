@@ -1,7 +1,7 @@
 """Compile, load and open the wire's native code, as builtin functions: a decoder of valid requests, `encode_token`.
 
 The decoder is a shortcut, never a second truth: it returns a `Request` only where `codec.decode_request` would return
-an equal one that passes `codec.check_request`, and None wherever it is not sure: the caller then asks codec, which
+an equal one that passes `rules.check_request`, and None wherever it is not sure: the caller then asks codec, which
 decides. The encoder makes codec's bytes.
 
 State: one file in the cache folder, named by a hash of sources, flags and machine; the bits of a request do not hang on
@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 from zl.compiled import cache_dir, shared_library
 from zl.errors import ConfigError, DeviceError, InvariantError
 from zl.net.codec import (
-    MAX_PENALTY,
-    MAX_TEMPERATURE,
     MICRO,
     Decoder,
     TokenEncoder,
@@ -32,6 +30,7 @@ from zl.net.codec import (
     encode_token,
 )
 from zl.net.messages import Encoding, Request, RequestType
+from zl.net.rules import MAX_PENALTY, MAX_TEMPERATURE
 from zl.shapes import HEADER_BYTES, MAX_MESSAGES, MAX_STOP_BYTES, MAX_STOPS
 
 HERE = Path(__file__).parent
@@ -43,7 +42,7 @@ FLAGS = (
 SLOTS = (
     "request_id", "operation", "encoding", "system", "messages", "context", "temperature", "top_p",
     "repetition_penalty", "max_tokens", "type", "seed", "stop", "deadline_ms", "ignore_eos", "logprobs", "auth_token",
-    "read_ns", "parse_ns",
+    "read_ns", "parse_ns", "lease",
 )  # fmt: skip
 """The order in which door.cpp fills a `Request`."""
 
@@ -65,7 +64,7 @@ class Limits(ctypes.Structure):
 
 
 def limits() -> Limits:
-    """Give the limits of codec's field rules; sampling values in millionths, as they travel."""
+    """Give the limits of the field rules; sampling values in millionths, as they travel."""
     temperature, penalty = (int(value * MICRO) for value in (MAX_TEMPERATURE, MAX_PENALTY))
     return Limits(len(Encoding), len(RequestType), MAX_MESSAGES, MAX_STOPS, MAX_STOP_BYTES, temperature, MICRO, penalty)
 

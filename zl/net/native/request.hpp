@@ -1,4 +1,4 @@
-// What a valid GENERATE request says (zl.proto, and the field rules of codec.check_request), or that we are not sure.
+// What a valid GENERATE request says (zl.proto, and the field rules of rules.check_request), or that we are not sure.
 //
 // Only one verdict is given here: "this is valid, and protobuf reads the same fields". Whatever is unusual, damaged or
 // against a rule is left to codec.py, which accepts or refuses it: no refusal has two sources. Free of Python, so that
@@ -27,6 +27,7 @@ struct Bytes {
 constexpr uint32_t kTurns = 64;  // MANY_MESSAGES: what a policy may allow
 constexpr uint32_t kStops = 8;
 constexpr size_t kTokenBytes = 4;
+constexpr uint32_t kTokens = 1;  // of Encoding
 
 struct Request {
     uint64_t request_id = 0, seed = 0;
@@ -196,7 +197,7 @@ inline bool fields(const uint8_t* payload, size_t size, Request& found) {
     return true;
 }
 
-// The rules of codec.check_request with max_messages=None.
+// The rules of rules.check_request with max_messages=None.
 inline bool follows_the_rules(const Request& found, const Limits& limits) {
     if (found.encoding >= limits.encodings || found.type >= limits.types) return false;
     if (!found.n_turns || (found.n_turns % 2 == 0 && found.n_turns <= limits.turns)) return false;

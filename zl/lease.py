@@ -1,0 +1,18 @@
+"""What a berth of the arena is to those who read in it after its frame has been taken.
+
+State: none. Refuses torch, numpy, asyncio and net.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Lease(Protocol):
+    """A berth (`gpu.arena.Berth`) whose bytes stay as they are until `end`, which may be called again."""
+
+    def offset(self, part: memoryview) -> int:
+        """Return the byte of the arena that a view of the berth begins at."""
+
+    def end(self) -> None:
+        """Give the berth back."""
