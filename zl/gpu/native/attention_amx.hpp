@@ -17,41 +17,41 @@ inline void amx_scores_of(const bf16* q, size_t stride, int rows, int pages, Blo
     for (int p = 0; p < pages; p++, out += (size_t)rows * 32) {
         const bf16 *k0 = block(p), *k1 = k0 + KT * kTile;
         _tile_zero(0);
-        _tile_loadd(6, k0, 64);
+        _tile_stream_loadd(6, k0, 64);
         each(p, 0);
         _tile_dpbf16ps(0, 2, 6);
         if constexpr (KT > 1) {
-            _tile_loadd(6, k0 + kTile, 64);
+            _tile_stream_loadd(6, k0 + kTile, 64);
             each(p, 1);
             _tile_dpbf16ps(0, 3, 6);
         }
         if constexpr (KT > 2) {
-            _tile_loadd(6, k0 + 2 * kTile, 64);
+            _tile_stream_loadd(6, k0 + 2 * kTile, 64);
             each(p, 2);
             _tile_dpbf16ps(0, 4, 6);
         }
         if constexpr (KT > 3) {
-            _tile_loadd(6, k0 + 3 * kTile, 64);
+            _tile_stream_loadd(6, k0 + 3 * kTile, 64);
             each(p, 3);
             _tile_dpbf16ps(0, 5, 6);
         }
         _tile_stored(0, out, 128);
         _tile_zero(1);
-        _tile_loadd(6, k1, 64);
+        _tile_stream_loadd(6, k1, 64);
         each(p, KT);
         _tile_dpbf16ps(1, 2, 6);
         if constexpr (KT > 1) {
-            _tile_loadd(6, k1 + kTile, 64);
+            _tile_stream_loadd(6, k1 + kTile, 64);
             each(p, KT + 1);
             _tile_dpbf16ps(1, 3, 6);
         }
         if constexpr (KT > 2) {
-            _tile_loadd(6, k1 + 2 * kTile, 64);
+            _tile_stream_loadd(6, k1 + 2 * kTile, 64);
             each(p, KT + 2);
             _tile_dpbf16ps(1, 4, 6);
         }
         if constexpr (KT > 3) {
-            _tile_loadd(6, k1 + 3 * kTile, 64);
+            _tile_stream_loadd(6, k1 + 3 * kTile, 64);
             each(p, KT + 3);
             _tile_dpbf16ps(1, 5, 6);
         }
@@ -91,21 +91,21 @@ inline void amx_weigh_of(const bf16* probs, int rows, int pages, Block&& block, 
         const bf16* v = block(p) + (size_t)first * kTile;
         tile_fence();
         _tile_loadd(4, probs + (size_t)p * rows * 32, 64);
-        _tile_loadd(6, v, 64);
+        _tile_stream_loadd(6, v, 64);
         _tile_dpbf16ps(0, 4, 6);
         each(p, first);
         if constexpr (N > 1) {
-            _tile_loadd(6, v + kTile, 64);
+            _tile_stream_loadd(6, v + kTile, 64);
             _tile_dpbf16ps(1, 4, 6);
             each(p, first + 1);
         }
         if constexpr (N > 2) {
-            _tile_loadd(6, v + 2 * kTile, 64);
+            _tile_stream_loadd(6, v + 2 * kTile, 64);
             _tile_dpbf16ps(2, 4, 6);
             each(p, first + 2);
         }
         if constexpr (N > 3) {
-            _tile_loadd(6, v + 3 * kTile, 64);
+            _tile_stream_loadd(6, v + 3 * kTile, 64);
             _tile_dpbf16ps(3, 4, 6);
             each(p, first + 3);
         }

@@ -31,7 +31,7 @@ struct Matrix {
 constexpr int kUnpackRows = 32;
 
 constexpr int kByRows = 256;  // from here on threads share the rows of a product, not its columns
-constexpr int kPanel = 9, kPanelRows = 512;  // records of a block, and rows, that a product takes at a time
+constexpr int kPanel = 18, kPanelRows = 512;  // records of a block, and rows, that a product takes at a time
 constexpr int kRing = 4;  // records that a thread holds unpacked while it multiplies them
 
 // A matrix in the context's dtype, and as blocks where the file has them (kind not 0).

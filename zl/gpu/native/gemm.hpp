@@ -41,14 +41,14 @@ inline void amx_block(const bf16* a0, const bf16* a1, const bf16* b, int kt, Eac
         _tile_zero(3);
     }
     for (int k = 0; k < kt; k++, b += 2 * kTile) {
-        _tile_loadd(6, b, 64);
+        _tile_stream_loadd(6, b, 64);
         _tile_loadd(4, a0 + (size_t)k * kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (kRows > 1) {
             _tile_loadd(5, a1 + (size_t)k * kTile, 64);
             _tile_dpbf16ps(2, 5, 6);
         }
-        _tile_loadd(6, b + kTile, 64);
+        _tile_stream_loadd(6, b + kTile, 64);
         _tile_dpbf16ps(1, 4, 6);
         if constexpr (kRows > 1) _tile_dpbf16ps(3, 5, 6);
         each(k);
@@ -61,13 +61,13 @@ inline void amx_block(const bf16* a0, const bf16* a1, const bf16* b, int kt, Eac
     }
 }
 
-// Up to two row tiles, plain records: they stream by, `ahead` bytes of them requested in advance.
+// Up to two row tiles, plain records: they stream by, `ahead` bytes of them requested in advance. The row tiles stay.
 template <class F>
 inline void amx_stream(const bf16* a, int m, int kt, const Matrix& b, int nb, const Stream& s, Later<F>& later) {
     constexpr size_t record = 4 * kTile, ahead = 16384;
     const char* block = b.data + (size_t)nb * kt * record;
     auto each = [&](int k) {
-        prefetch_lines<record / 64, _MM_HINT_T0>(s.ahead(block + k * record, ahead));
+        prefetch_lines<record / 64, _MM_HINT_T1>(s.ahead(block + k * record, ahead));
         later.some();
     };
     if (m <= 16) amx_block<1>(a, nullptr, (const bf16*)block, kt, each, later.next());
@@ -88,7 +88,7 @@ inline void amx_panel(const bf16* a, const bf16* b, int n, bool fresh, const flo
     }
     for (int k = 0; k < n; k++, a += kTile, b += 2 * kTile) {
         _tile_loadd(6, b, 64);
-        _tile_loadd(5, a, 64);
+        _tile_stream_loadd(5, a, 64);
         _tile_dpbf16ps(0, 5, 6);
         _tile_loadd(6, b + kTile, 64);
         _tile_dpbf16ps(1, 5, 6);
@@ -100,8 +100,8 @@ inline void amx_panel(const bf16* a, const bf16* b, int n, bool fresh, const flo
     _tile_stored(1, to + 16, 128);
 }
 
-// More rows, plain records: a panel of the block, small enough to stay in the first-level cache, meets all row tiles,
-// whose sums wait in `sums` for the next panel. The next block is fetched piecewise meanwhile.
+// More rows, plain records: a panel of the block, small enough to stay in the first-level cache (48 KiB on CPUs with AMX
+// so far), meets all row tiles, whose sums wait in `sums` for the next panel. The next block is fetched piecewise meanwhile.
 template <class F>
 inline void amx_reuse(const bf16* a, int kt, const Matrix& b, const Part& part, const Stream& s, float* sums, Later<F>& later) {
     const int panels = (kt + kPanel - 1) / kPanel, per_panel = (kt + panels - 1) / panels;
@@ -146,7 +146,7 @@ struct Split {
     bool by_rows;
 
     Split(int m, int n_blocks, int kind, int n_threads) : rows(m), blocks(n_blocks), by_rows(kind == kPlain && m >= kByRows) {
-        constexpr int kItems = 32;  // a thread
+        constexpr int kItems = 8;  // a thread
         const int want = by_rows ? n_threads : (kItems * n_threads + blocks - 1) / blocks, most = kind == kPlain ? m / 64 : 1;
         parts = want < most ? want : most > 1 ? most : 1;
         each = ((m + parts - 1) / parts + 31) / 32 * 32;
