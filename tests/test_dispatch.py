@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zl.dispatch import MAX_PASSED, Dispatcher, Limits
-from zl.errors import Code, RequestError
+from zl.errors import Code, InvariantError, RequestError
 from zl.gpu.pinned import IGNORE_EOS, LOGPROBS, RowColumns
 from zl.ids import Ids
 from zl.pages import PageBooks
@@ -153,3 +153,39 @@ def test_page_tables_share_constant_pages_and_nothing_else():
     free(dispatcher, b)
     dispatcher.check()
     assert (columns.page_table == -1).all()
+
+
+def test_a_fault_in_seating_one_job_loses_none_that_wait(monkeypatch):
+    dispatcher, _, columns = make(n_pages=9)
+    big, small = job(200, 50), job(40, 10)
+    first = job(200, 10)
+    dispatcher.admit(first, 0.0)
+    dispatcher.admit(big, 0.0)
+    monkeypatch.setattr(columns, "put_prompt", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dispatcher.admit(small, 0.0)
+    assert list(dispatcher._queue) == [big]
+
+
+def test_a_job_whose_berth_is_gone_is_not_seated():
+    class Ended:
+        ended = True
+
+        def end(self):
+            """Again."""
+
+    dispatcher, seated, _ = make()
+    gone = job(3, 5, prompt=Ids(np.empty(0, np.int32), [(0, 3)], Ended(), np.zeros(12, np.uint8)))
+    with pytest.raises(InvariantError, match="given back before it was seated"):
+        dispatcher.admit(gone, 0.0)
+    assert not seated
+
+
+def test_a_job_that_cannot_have_its_pages_is_not_asked_for_its_ids(monkeypatch):
+    """A long queue is looked through at every retirement: reading the ids of each would take milliseconds."""
+    dispatcher, _, _ = make(n_pages=10)
+    dispatcher.admit(job(200, 50), 0.0)
+    waiting = job(200, 50, prefix_len=150)
+    monkeypatch.setattr(waiting.prompt.__class__, "head", lambda *_: 1 / 0)
+    dispatcher.admit(waiting, 0.0)
+    assert dispatcher.queued == 1

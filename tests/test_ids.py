@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zl.errors import InvariantError
 from zl.gpu.pinned import RowColumns
 from zl.ids import Ids
-from zl.shapes import Shapes
+from zl.shapes import MAX_PIECES, Shapes
 
 
 class Lease:
@@ -18,6 +18,10 @@ class Lease:
 
     def __init__(self):
         self.ends = 0
+
+    @property
+    def ended(self):
+        return self.ends > 0
 
     def offset(self, part):
         raise AssertionError
@@ -67,3 +71,20 @@ def test_own_ids_need_no_berth():
     made = Ids.of(range(4))
     made.give_back()
     assert (made.head(3).tolist(), made.head(3).dtype, len(made)) == ([0, 1, 2], np.int32, 4)
+
+
+def test_ids_notice_that_somebody_else_gave_the_berth_back():
+    lease = Lease()
+    made = Ids(np.array([5], np.int32), [(~0, 1), (0, 1)], lease, np.zeros(4, np.uint8))
+    assert made.there
+    lease.end()
+    assert not made.there
+    with pytest.raises(InvariantError, match="given back"):
+        made.head(2)
+    assert Ids.of(range(3)).there
+
+
+@pytest.mark.parametrize(("own", "pieces"), [(3, [(0, 2)]), (0, [(0, 1)] * (MAX_PIECES + 1))])
+def test_more_than_a_row_has_room_for_is_refused_before_it_is_seated(own, pieces):
+    with pytest.raises(InvariantError, match="ids of its own"):
+        Ids(np.zeros(own, np.int32), pieces, Lease(), np.zeros(4_000, np.uint8))

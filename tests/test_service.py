@@ -494,3 +494,12 @@ def test_counting_begins_anew_when_the_server_opens():
     assert bench.service.counters.requests == bench.dispatcher.counters.admitted == 0
     assert not any(h.count for h in bench.service.measures.queue.values())
     assert bench.empty()
+
+
+def test_a_fault_in_admission_leaves_nothing_behind(monkeypatch):
+    bench, conn = Bench(), Conn()
+    monkeypatch.setattr(bench.dispatcher, "_notify", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.ask(conn, 1)
+    assert bench.service.in_flight == 0
+    bench.service.closed(conn)

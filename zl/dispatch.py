@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zl.errors import Code, RequestError
+from zl.errors import Code, InvariantError, RequestError
 from zl.pages import PageBooks
 from zl.rows import Job, Rows, Ticket
 from zl.sampling import profiles
@@ -140,18 +140,20 @@ class Dispatcher:
         if not self._queue or not self.rows.n_free:
             return
         waiting: list[Job] = []
-        while self._queue and self.rows.n_free:
-            job = self._queue.popleft()
-            if job.done:
-                continue
-            if self._seat(job, now):
-                for older in waiting:
-                    older.passed += 1
-            else:
-                waiting.append(job)
-                if job.passed >= MAX_PASSED:
-                    break
-        self._queue.extendleft(reversed(waiting))
+        try:
+            while self._queue and self.rows.n_free:
+                job = self._queue.popleft()
+                if job.done:
+                    continue
+                if self._seat(job, now):
+                    for older in waiting:
+                        older.passed += 1
+                else:
+                    waiting.append(job)
+                    if job.passed >= MAX_PASSED:
+                        break
+        finally:
+            self._queue.extendleft(reversed(waiting))
 
     def end(self, job: Job) -> None:
         """Drop a job that has sent, or will never send, its last frame; its row is freed when the engine retires it."""
@@ -209,9 +211,14 @@ class Dispatcher:
 
     def _seat(self, job: Job, now: float) -> bool:
         n_shared = self._shareable(job)
+        need = pages_for(len(job.prompt) + job.max_new)
+        # Before the ids are looked at: with the prefix found or not, so many pages are needed at least.
+        if need - n_shared // PAGE > self._pages.available():
+            return False
+        if not job.prompt.there:
+            raise InvariantError(f"request {job.request_id}: its berth was given back before it was seated")
         key = job.prompt.head(n_shared) if n_shared else None
         prefix = self._pages.find_prefix(key) if key is not None else None
-        need = pages_for(len(job.prompt) + job.max_new)
         if prefix is not None:
             self._pages.share(prefix)  # first, so that making room cannot evict it
             if need - len(prefix.pages) > self._pages.available():

@@ -12,15 +12,16 @@ import numpy as np
 
 from zl.errors import InvariantError
 from zl.lease import Lease
-from zl.shapes import OWN, TOKEN_BYTES
+from zl.shapes import MAX_PIECES, OWN, TOKEN_BYTES
 
 
 class Ids:
     """The ids of one prompt, in pieces.
 
-    own     int32 [n], copied into the row's own place when it is seated
+    own     int32 [n], copied into the row's own place when it is seated; no more than the prompt has
     pieces  (source, tokens) in the prompt's order; sources as in RowColumns.piece_source
     lease   the berth that pieces lie in, with `arena`, uint8 [n]: the memory that their sources count from
+    Raises  InvariantError: more own ids than tokens, or more pieces than a row takes
     """
 
     __slots__ = ("_arena", "_lease", "_n", "own", "pieces")
@@ -37,6 +38,8 @@ class Ids:
         self._lease = lease
         self._arena = arena
         self._n = sum(n for _, n in pieces)
+        if len(own) > self._n or len(pieces) > MAX_PIECES:
+            raise InvariantError(f"a prompt of {self._n} tokens in {len(pieces)} pieces has {len(own)} ids of its own")
 
     @classmethod
     def of(cls, ids: np.ndarray | Sequence[int]) -> Ids:
@@ -47,7 +50,7 @@ class Ids:
         return self._n
 
     def head(self, n: int) -> np.ndarray:
-        """Copy the first `n` ids, int32 [n]; not after `give_back`.
+        """Copy the first `n` ids, int32 [n]; not after the berth has been given back, by whomever.
 
         Raises  InvariantError: the berth has been given back
         """
@@ -56,7 +59,7 @@ class Ids:
             take = min(n, length)
             if source < 0:
                 parts.append(self.own[~source : ~source + take])
-            elif self._lease is None or self._arena is None:
+            elif self._lease is None or self._lease.ended or self._arena is None:
                 raise InvariantError("ids are read from a berth that has been given back")
             else:
                 parts.append(self._arena[source : source + TOKEN_BYTES * take].view("<i4"))
@@ -64,6 +67,11 @@ class Ids:
             if not n:
                 break
         return np.concatenate(parts) if parts else self.own[:0]
+
+    @property
+    def there(self) -> bool:
+        """Tell whether the program can still gather them."""
+        return all(source < 0 for source, _ in self.pieces) or (self._lease is not None and not self._lease.ended)
 
     def give_back(self) -> None:
         """Let the berth go: the program has gathered the ids, or never will. No effect the second time."""

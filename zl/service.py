@@ -96,18 +96,23 @@ class Service:
             job.arrived_ns, job.read_ns, job.parse_ns = begun_ns, request.read_ns, request.parse_ns
             if self.audit is not None:
                 self.audit.begin(job)
-            if text_bytes(request) > LONG_PROMPT_BYTES:
-                self.dispatcher.expect(job)
-                self._offload(lambda: built(build), lambda outcome: self._prompt_built(job, outcome))
-            else:
-                self._admit(job, build(), begun_ns, now)
+            self._jobs.setdefault(conn, {})[job.request_id] = job
+            try:
+                if text_bytes(request) > LONG_PROMPT_BYTES:
+                    self.dispatcher.expect(job)
+                    self._offload(lambda: built(build), lambda outcome: self._prompt_built(job, outcome))
+                else:
+                    self._admit(job, build(), begun_ns, now)
+            except BaseException:  # whatever it was: nothing of it stays
+                self._forget(job)
+                self.dispatcher.end(job)
+                raise
         except RequestError as refusal:
             self.counters.refused += 1
             refusal.request_id = request.request_id
             if self.access is not None:
                 self.access.refused(conn, request, refusal.code)
             raise
-        self._jobs.setdefault(conn, {})[job.request_id] = job
         if job.deadline is not None:
             self._call_at(job.deadline, self.expire)
 

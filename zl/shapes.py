@@ -28,7 +28,8 @@ MAX_MESSAGES = 16
 MANY_MESSAGES = 64
 """Most turns where the policy allows more than the wire's 16."""
 MAX_PIECES = 2 * (MANY_MESSAGES + 2) + 1
-"""Most pieces of a prompt: turns, system prompt and context, each with template text before it, and some after all."""
+"""Most pieces of a prompt whose ids are read where they lie: turns, system prompt and context, each with template text
+before it, and some after all. A prompt of more, which many cuts make, is copied."""
 
 TOKEN_BYTES = 4
 """Token ids travel as little-endian int32, and lie in memory as int32."""

@@ -71,6 +71,15 @@ def test_frame_reads_json_objects_and_proto_text():
     assert done.stdout == encode_request(request_id=3, messages=["Hi"], temperature=0.7)
 
 
+@pytest.mark.parametrize(("closed", "words"), [("<&-", "input is closed"), (">&-", "output is closed")])
+def test_nc_without_a_standard_stream_says_so(server, closed, words):
+    command = f"{sys.executable} -m zl nc {server.address} {closed}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count(b"Traceback")) == (2, 0)
+    assert words in done.stderr.decode()
+
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "words"),
     [

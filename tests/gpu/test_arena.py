@@ -215,8 +215,19 @@ def test_a_lease_tells_where_a_view_of_its_berth_lies_and_refuses_others():
     assert bytes(arena.memory[lease.offset(other.view[7:19]) :][:3]) == bytes(other.view[7:10])
     with pytest.raises(InvariantError, match="not of the leased berth"):
         lease.offset(one.view[7:19])
+    assert not lease.ended
     lease.end()
+    assert lease.ended
     with pytest.raises(InvariantError):
         lease.offset(other.view[7:19])
     arena.release(one)
+    arena.close()
+
+
+def test_closing_names_what_still_looks_into_it():
+    arena = Arena(2, 100)
+    look = arena.memory[:4]
+    with pytest.raises(InvariantError, match="looks into it"):
+        arena.close()
+    look.release()
     arena.close()

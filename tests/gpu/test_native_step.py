@@ -185,11 +185,11 @@ def test_a_prompt_that_lies_elsewhere_is_refused_and_nothing_is_read() -> None:
         columns.put_prompt(0, columns.own_ids[0, :2], [(~0, 2), (0, 10)])
         bench.run(Piece(0, 0, 12, FIRST))
         for name, value in {
-            "piece_source": (1, 40, 2**62, -room - 2, -(2**63)), "n_pieces": (-1, MAX_PIECES + 1),
-            "prompt_len": (-1, 13, room + 1), "piece_at": (-1, 13, 2**31 - 1, -(2**31)),
+            "piece_source": (1, 40, 2**62, -room - 2, -(2**63)), "n_pieces": (-1, 0, MAX_PIECES + 1),
+            "prompt_len": (-1, 13, room + 1), "piece_at": (-1, 13, 2**31 - 1, -(2**31)), "piece_at first": (1, -1),
         }.items():  # fmt: skip
-            column = getattr(columns, name)
-            at = (0, 1) if column.ndim == 2 else (0,)
+            column = getattr(columns, name.removesuffix(" first"))
+            at = ((0, 0) if "first" in name else (0, 1)) if column.ndim == 2 else (0,)
             before = int(column[at])
             for wrong in value:
                 column[at] = wrong

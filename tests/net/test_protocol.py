@@ -415,6 +415,47 @@ def test_waiting_for_a_berth_is_not_the_peers_delay(tmp_path):
 
 
 @both_loops
+def test_who_does_not_read_answers_cannot_keep_a_berth_with_half_a_frame(tmp_path, kind):
+    async def main() -> None:
+        app = App(held=True, n_tokens=10**9, text=b"t" * 50_000)
+        limits = Limits(output_cap=64 << 20, frame_timeout_s=0.2, linger_s=0.2)
+        async with serving(tmp_path, app, n_berths=1, limits=limits) as served:
+            peer, other = await served.peer(), await served.peer()
+            await peer.ask(1, max_tokens=10**9)
+            await served.until(lambda: app.jobs)
+            await peer.send(ask(2)[:10])
+            await served.until(lambda: served.arena.in_use == 1)
+            (conn,) = (conn for conn in served.net.connections if conn.n_in_flight)
+            while not conn._pauses:
+                app.step()
+                await asyncio.sleep(0)
+            await other.ask(3, max_tokens=1)
+            await served.until(lambda: len(app.submitted) == 2)
+            assert served.net.counters.errors[Code.BAD_FRAME] == 1
+            app.n_tokens = 1
+
+    run(main(), kind)
+
+
+@both_loops
+def test_a_peer_that_leaves_while_it_waits_for_a_berth_is_noticed(tmp_path, kind):
+    async def main() -> None:
+        async with serving(tmp_path, n_berths=1) as served:
+            taken = served.arena.acquire()
+            peer, other = await served.peer("unix"), await served.peer("unix")
+            await peer.send(ask(1))
+            await served.until(lambda: served.arena.waiting == 1)
+            await peer.close()
+            await served.until(lambda: served.net.counters.connections_open == 1)
+            assert (served.arena.waiting, served.net.counters.hangups) == (0, 1)
+            served.arena.release(taken)
+            await other.ask(2)
+            assert (await other.answer())[-1].error is None
+
+    run(main(), kind)
+
+
+@both_loops
 def test_many_requests_pipeline_on_one_connection(tmp_path, kind):
     async def main() -> None:
         async with serving(tmp_path) as served:

@@ -114,6 +114,26 @@ def test_a_prompt_of_more_pieces_than_a_row_takes_is_copied_and_its_berth_given_
     assert arena.in_use == 0
 
 
+def test_a_prompt_shorter_than_its_layouts_literals_is_copied_and_its_berth_given_back():
+    """Of empty turns little is left but the template, while marks and joint belong to every layout."""
+    outliner = Outliner(layout, SIZES, Policy(SIZES), tuple(range(900, 980)), JOINT)
+    found = outliner.outline(0, [1], 0, 120)
+    assert len(found.literals) > found.n_tokens
+    arena = Arena(2, 4_096)
+    berth = arena.acquire()
+    lease = arena.lend(berth)
+    berth.view[:4] = np.array([77], "<i4").tobytes()
+    views = {0: berth.view[:0], 1: berth.view[:4], CONTEXT: berth.view[:0]}
+    made = placed(found, views, lease, np.frombuffer(arena.memory, np.uint8))
+    assert made.head(len(made)).tolist() == naive([], [[77]], [], 120)
+    assert len(made.own) == len(made)
+    assert arena.in_use == 0
+
+
+def test_an_empty_prompt_is_no_error():
+    assert len(placed(Outline(np.empty(0, np.int32), [], 0, 0, False), {}, None, None)) == 0
+
+
 def test_the_mark_of_a_refusal_names_numbers():
     outliner = Outliner(layout, SIZES, Policy(SIZES), MARK, JOINT)
     with pytest.raises(RequestError, match="about 11 tokens needed, 10 allowed"):

@@ -50,6 +50,11 @@ class Lease:
         self._arena = arena
         self._berth: Berth | None = berth
 
+    @property
+    def ended(self) -> bool:
+        """Tell whether the berth has been given back."""
+        return self._berth is None
+
     def offset(self, part: memoryview) -> int:
         """Return the byte of the arena that a view of the berth begins at.
 
@@ -216,4 +221,7 @@ class Arena:
         for berth in self._berths:
             berth.view.release()
         self._view.release()
-        self._map.close()
+        try:
+            self._map.close()
+        except BufferError:
+            raise InvariantError("arena: closed while something looks into it; it is unmapped with that") from None

@@ -218,6 +218,8 @@ class Connection(asyncio.BufferedProtocol):
             self._counters.berth_waits += 1
             self._target = self._net.scratch  # not written: reading is paused until a berth is there
             self._pause(_NO_BERTH)
+            if self._fd >= 0:
+                self._net.hangups.watch(self._fd, self._hung_up)  # who does not read learns of an end by nothing else
             self._net.arena.wait(self, self._berth_granted)
         else:
             self._berth_taken(berth)
@@ -227,6 +229,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target = berth.view[: self._want]
 
     def _berth_granted(self, berth: Berth) -> None:
+        self._net.hangups.forget(self._fd, self._hung_up)
         self._berth_taken(berth)
         self._frame_begins()  # the wait was ours, not the peer's
         self._resume(_NO_BERTH)
@@ -290,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         self._frame_timer = None
         if self._session.ended or self._peer_done or (self._berth is None and not self._got):
             return  # between frames, or waiting for a berth: the next frame starts the timer again
-        if self._pauses:
+        if self._pauses & _NO_BERTH:
             self._watch_frame(self._net.loop.time())  # we are not reading, so the peer is not to blame
             return
         late_at = self._begun_at + self._net.limits.frame_timeout_s
@@ -298,6 +301,8 @@ class Connection(asyncio.BufferedProtocol):
             self._watch_frame(self._begun_at)
             return
         text = f"{self._got} of {self._want} bytes of a frame arrived within {self._net.limits.frame_timeout_s:g} s"
+        if self._pauses:  # it holds a berth that others need
+            text += ", and its sender does not read its answers"
         self._perform(self._session.broken(FrameError(text)))
 
     # -- what the session wants --------------------------------------------------------------------------------------

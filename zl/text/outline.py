@@ -40,7 +40,7 @@ class Outline(NamedTuple):
     """Where the tokens of a prompt come from.
 
     literals    int32 [n], token ids of the template and of marks; the same array for all prompts of a layout, read-only
-    spans       in order, none of them empty
+    spans       in order
     n_tokens    of the whole
     prefix_len  this many leading tokens depend only on the template and the system prompt
     truncated   some content was cut
@@ -229,12 +229,15 @@ def refuse(field: str, text: str, code: Code = Code.BAD_REQUEST) -> NoReturn:
 def placed(
     outline: Outline, contents: Mapping[int, bytes | memoryview], lease: Lease | None, arena: np.ndarray | None
 ) -> Ids:
-    """Give the ids of a prompt where they lie: in the leased berth, or, without one, in a copy.
+    """Give the ids of a prompt where they lie: in the leased berth, or in a copy where there is none, or no room.
 
     contents  packed little-endian int32 ids by slot, CONTEXT among them; views of the berth where there is a lease
     arena     as `Ids`
     """
-    if lease is not None and len(outline.spans) <= MAX_PIECES:
+    # A layout's literals become the row's own as a whole, with those of marks that this prompt has not: of a very short
+    # prompt they can be more than its row has room for.
+    fits = len(outline.spans) <= MAX_PIECES and len(outline.literals) <= outline.n_tokens
+    if lease is not None and fits:
         pieces = [
             (~start if slot == LITERAL else lease.offset(memoryview(contents[slot])) + TOKEN_BYTES * start, n)
             for slot, start, n in outline.spans
@@ -243,7 +246,7 @@ def placed(
     ids = {slot: np.frombuffer(packed, "<i4") for slot, packed in contents.items()}
     ids[LITERAL] = outline.literals
     copied = [ids[slot][start : start + n] for slot, start, n in outline.spans]
-    made = Ids.of(np.concatenate(copied))
+    made = Ids.of(np.concatenate(copied) if copied else ())
     if lease is not None:
         lease.end()
     return made

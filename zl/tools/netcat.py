@@ -34,6 +34,8 @@ _LEAVING_S = 1.0
 
 def exchange(address: str, files: Sequence[str], output: str, timeout: float, ca_file: str | None = None) -> int:
     """Send the files' bytes, half-close, print the answers as `output` says; return the exit status of `zl nc`."""
+    if sys.stdout is None:
+        raise ConfigError("standard output is closed: there is nowhere to print answers to")
     with ExitStack() as opened:
         sources = [_open(path, opened) for path in files]
         try:
@@ -189,6 +191,8 @@ def _send(channel: Channel, sources: list[BinaryIO], sent: Sent) -> None:
 
 def _open(path: str, opened: ExitStack) -> BinaryIO:
     if path == "-":
+        if sys.stdin is None:
+            raise ConfigError("standard input is closed: name a file to send, or give it something to read")
         return sys.stdin.buffer
     try:
         return opened.enter_context(open(path, "rb"))

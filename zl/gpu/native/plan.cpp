@@ -25,6 +25,7 @@ static bool gather(const zl_context& c, int row) {
     if (count < 0 || count > col.max_pieces || length < 0 || length > c.n.model_len) return false;
     const int32_t *own = col.own_ids + (size_t)row * c.n.model_len, *at = col.piece_at + row * col.max_pieces;
     const int64_t* source = col.piece_source + row * col.max_pieces;
+    if (count ? at[0] : length) return false;  // a gap would leave another row's ids
     for (int i = 0; i < count; i++) {
         const int end = i + 1 < count ? at[i + 1] : length;
         const int64_t from = source[i], n = end - at[i];
