@@ -16,11 +16,15 @@ pytestmark = [
 
 
 def test_only_streams_that_had_begun_on_the_killed_server_end(tmp_path, tiny_artifacts):
-    report = rolling.run("kill", tmp_path, tiny_artifacts, 18, 1, 500)
-    verdict, said = report.verdict, "\n".join(report.lines())
-    assert report.passed, said
-    assert not verdict.failed, said  # what had no token was answered by the others
-    assert not verdict.wrong, said  # and no answer was put together from two servers
+    for place in "abc":  # the killed server's streams may all have been on their last bytes
+        (tmp_path / place).mkdir()
+        report = rolling.run("kill", tmp_path / place, tiny_artifacts, 18, 1, 500)
+        verdict, said = report.verdict, "\n".join(report.lines())
+        assert report.passed, said
+        assert not verdict.failed, said  # what had no token was answered by the others
+        assert not verdict.wrong, said  # and no answer was put together from two servers
+        if verdict.broken:
+            break
     assert verdict.broken, said
     for each in verdict.broken:
         assert isinstance(each.error, StreamBroken)
