@@ -311,6 +311,24 @@ def test_auth_token_is_said_first():
                 client.ask("say in")
 
 
+def test_the_environments_token_is_said_where_none_is_given(monkeypatch):
+    with FakeServer(auth_token=b"secret") as server:
+        monkeypatch.setenv("ZL_AUTH_TOKEN", "secret")
+        with Client(server.address, timeout=10) as client:
+            assert client.ask("say in").text == "in "
+
+        async def ask() -> str:
+            async with AsyncClient(server.address, timeout=10) as client:
+                return (await client.ask("say out")).text
+
+        assert asyncio.run(ask()) == "out "
+        with pytest.raises(Unauthenticated), Client(server.address, timeout=10, auth_token="") as client:
+            client.ask("say in")
+        monkeypatch.setenv("ZL_AUTH_TOKEN", "another")
+        with pytest.raises(Unauthenticated):
+            Client(server.address, timeout=10)
+
+
 def test_no_server_is_one_clear_error(tmp_path, monkeypatch):
     with pytest.raises(ConnectionFailed, match=r"cannot connect to unix:.*zl serve"):
         Client(f"unix:{tmp_path}/none")

@@ -45,3 +45,8 @@ def test_the_environment_and_flags_give_what_was_said():
     for source, culprit in ((from_environ, "ZL_SPED"), (from_flags, "sped")):
         with pytest.raises(ConfigError, match=f"{culprit}.*did you mean '(ZL_SPEED|speed)'"):
             list(source({culprit: "1"}, SECTIONS))
+
+
+def test_what_clients_read_is_no_unknown_setting():
+    environ = {"ZL_CONNECT": "unix:/x", "ZL_CA": "/ca.pem", "ZL_CONFIG": "/zl.toml", "ZL_SPEED": "9", "HOME": "/"}
+    assert list(from_environ(environ, SECTIONS)) == [("speed", "environment variable ZL_SPEED", "9")]

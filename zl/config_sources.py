@@ -15,7 +15,7 @@ from pathlib import Path
 from zl.errors import ConfigError
 
 ENV_PREFIX = "ZL_"
-OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT"})
+OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT", "ZL_CA"})
 """Variables that are zl's without being a server setting."""
 
 Said = tuple[str, str, object]

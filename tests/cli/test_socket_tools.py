@@ -276,6 +276,22 @@ def test_load_reads_prompts_with_their_own_lengths(tmp_path):
     assert zl("load", f"unix:{tmp_path}/none").returncode == 4
 
 
+def test_load_says_the_token_and_names_the_refusal_where_it_has_none(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("hush\n")
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"messages": ["say a"], "max_tokens": 3}\n' * 2)
+    load = ["load", "--streams", "2", "--prompts", str(asked)]
+    with FakeServer(auth_token=b"hush") as locked:
+        for more, env in ((["--auth-token-file", str(file)], {}), ([], {"ZL_AUTH_TOKEN": "hush"}),
+                          (["--client"], {"ZL_AUTH_TOKEN": "hush"})):  # fmt: skip
+            done = zl(*load, locked.address, *more, **env)
+            assert (done.returncode, b" 0 failed" in done.stdout) == (0, True), done.stderr
+        for env in ({}, {"ZL_AUTH_TOKEN": "wrong"}):
+            done = zl(*load, locked.address, **env)
+            assert (done.returncode, b"UNAUTHENTICATED" in done.stderr) == (4, True), done.stderr
+
+
 def test_load_finds_the_server_as_ask_does(tmp_path):
     done = zl("load", "--streams", "1", ZL_CONNECT=f"unix:{tmp_path}/none")
     assert (done.returncode, f"unix:{tmp_path}/none" in done.stderr.decode()) == (4, True)

@@ -6,7 +6,6 @@ Owns no state.
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, cast
 
 from zl.readers import read_token
@@ -31,7 +30,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--connect", metavar="ADDR", help=f"{ADDRESS} (default: $ZL_CONNECT, else the Unix socket of a "
                        "server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
     add_ca(group)
-    group.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token (or set ZL_AUTH_TOKEN)")
+    add_token(group)
     group.add_argument("--timeout", type=float, metavar="SECONDS", help="longest wait for a token (default: 120)")
 
 
@@ -50,15 +49,22 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 
 
+def add_token(parser: argparse._ActionsContainer) -> None:
+    """Add the flag that says where the token is."""
+    parser.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token (or set ZL_AUTH_TOKEN)")
+
+
+def token_of_flag(args: argparse.Namespace) -> str | None:
+    """Read the token that the flag names; None where it is not given: clients then take `ZL_AUTH_TOKEN`."""
+    return read_token(args.auth_token_file) if args.auth_token_file else None
+
+
 def connect(args: argparse.Namespace) -> Client:
     """Connect as the flags say."""
     from zl.client import Client, Timeouts
 
     timeout = 120.0 if args.timeout is None else args.timeout
-    if args.auth_token_file:
-        token = read_token(args.auth_token_file)
-    else:
-        token = os.environ.get("ZL_AUTH_TOKEN", "")
+    token = token_of_flag(args)
     limits = Timeouts(min(5.0, timeout), timeout, timeout)
     return Client(args.connect, timeout=limits, auth_token=token, ca_file=args.ca)
 

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zl.cli.connecting import ADDRESS, add_ca
+from zl.cli.connecting import ADDRESS, add_ca, add_token, token_of_flag
 from zl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--connections", type=int, default=0, metavar="N", help="connections for all streams together "
                        "(default: one a stream; with --client one)")  # fmt: skip
     add_ca(group)
+    add_token(group)
     group.add_argument("--client", action="store_true", help="go through zl.client.AsyncClient, to measure that")
     group.add_argument("--server-pid", type=int, metavar="PID", help="whose CPU seconds to report (default: the "
                        "process at the other end of a Unix socket)")  # fmt: skip
@@ -152,7 +153,9 @@ async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int)
     from zl.tools.scenarios import run_plan
     from zl.tools.traces import summarise
 
-    driver: Driver = (ClientStreams if args.client else Streams)(address, args.connections, args.ca)
+    driver: Driver = (ClientStreams if args.client else Streams)(
+        address, args.connections, args.ca, token_of_flag(args)
+    )
     try:
         await driver.connect(plan.streams)
         if not pid and isinstance(driver, Streams):

@@ -40,7 +40,7 @@ class AsyncClient:
         address: str | None = None,
         *,
         timeout: float | Timeouts | None = None,
-        auth_token: str = "",
+        auth_token: str | None = None,
         ca_file: str | os.PathLike[str] | Trust | None = None,
         max_buffered: int = MAX_BUFFERED,
     ):
@@ -48,7 +48,7 @@ class AsyncClient:
         self._trust = Trust.of(ca_file)
         self._target: Target | None = None
         self._timeouts = Timeouts.of(timeout)
-        self._token = auth_token
+        self._token = endpoints.token_of(auth_token)
         self._wire = Wire(max_buffered)
         self._wire.closed = "this client is not connected yet"
         self._pong = asyncio.Event()

@@ -36,7 +36,7 @@ class AsyncPool:
         addresses: str | Iterable[str],
         *,
         timeout: float | Timeouts | None = None,
-        auth_token: str = "",
+        auth_token: str | None = None,
         ca_file: str | os.PathLike[str] | Trust | None = None,
         patience: float = PATIENCE_S,
         attempts: int = ATTEMPTS,

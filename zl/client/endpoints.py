@@ -36,6 +36,12 @@ def candidates(address: str | None, environ: Mapping[str, str] | None = None) ->
     return [*found, TcpAddress(DEFAULT_HOST, DEFAULT_PORT)]
 
 
+def token_of(auth_token: str | None, environ: Mapping[str, str] | None = None) -> str:
+    """Give the token to say: the given one, "" for none; where nothing was given, that of `ZL_AUTH_TOKEN`."""
+    environ = os.environ if environ is None else environ
+    return environ.get("ZL_AUTH_TOKEN", "") if auth_token is None else auth_token
+
+
 def _is_own_socket(path: str) -> bool:
     # In /tmp anybody could have put a socket of that name: talk only to one that is ours or root's.
     try:

@@ -30,7 +30,7 @@ class Client:
     address     `tcp:HOST:PORT`, `unix:PATH`, or `tls:HOST:PORT` where the server has a certificate, which must be for
                 HOST; None: `ZL_CONNECT`, the default Unix socket, or port 7433 here
     timeout     seconds for each wait, or Timeouts; None: the defaults of Timeouts
-    auth_token  said first where the server asks for one
+    auth_token  said first where the server asks for one; None: `ZL_AUTH_TOKEN`, if that is set
     ca_file     for tls: PEM file with the authorities to believe, or a Trust to share; None: `ZL_CA`, else the system's
     Raises      ConnectionFailed, TlsFailed, Unauthenticated; ConfigError: no such kind of address
     """
@@ -40,7 +40,7 @@ class Client:
         address: str | None = None,
         *,
         timeout: float | Timeouts | None = None,
-        auth_token: str = "",
+        auth_token: str | None = None,
         ca_file: str | os.PathLike[str] | Trust | None = None,
         max_buffered: int = MAX_BUFFERED,
     ):
@@ -49,9 +49,9 @@ class Client:
         self._changed = threading.Condition()  # guards the wire's books and `_reading`
         self._reading = False
         self._channel = open_channel(address, self._timeouts.connect, Trust.of(ca_file))
-        if auth_token:
+        if token := endpoints.token_of(auth_token):
             try:
-                self.hello(auth_token)
+                self.hello(token)
             except BaseException:
                 self.close()
                 raise

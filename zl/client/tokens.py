@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from zl.client.errors import BadRequest
 from zl.client.messages import ServerInfo
+from zl.errors import ModelError
 from zl.gpu.gguf_header import read_header
 from zl.text.layout import Encoder
 from zl.text.tokenizer import TextModel, tokenizer_from_folder, tokenizer_from_gguf
@@ -28,6 +29,11 @@ class ClientTokenizer(NamedTuple):
         Raises  ModelError: the file is missing, damaged or of a kind that zl does not know
         """
         path = Path(path)
+        if (path / "manifest.json").is_file():
+            raise ModelError(
+                f"{path} was made by zl build and holds no tokenizer for clients: name the GGUF file or the "
+                "Hugging Face folder that it was built from"
+            )
         model = tokenizer_from_folder(path) if path.is_dir() else tokenizer_from_gguf(read_header(path).fields)
         return cls(model, Encoder(model, [model.chat_template or ""]))
 

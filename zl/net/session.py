@@ -206,7 +206,10 @@ class Session:
                 text = "the server is shutting down; ask another, or this one again later"
                 return [_refusal(RequestError(Code.DRAINING, text), request)]
             case _:
-                text = "auth_token: not this server's; send a HELLO with the right one first"
+                wrong = request.operation == Operation.HELLO and request.auth_token
+                what = "not the one that this server asks for" if wrong else "this server asks for one"
+                how = "send a HELLO with it first (clients: auth_token=, --auth-token-file or ZL_AUTH_TOKEN)"
+                text = f"auth_token: {what}; {how}"
                 return [_refusal(RequestError(Code.UNAUTHENTICATED, text), request), *self._end()]
 
     def broken(self, error: FrameError) -> list[Action]:

@@ -23,9 +23,10 @@ from zl.client import endpoints
 from zl.client.aio import AsyncClient, open_transport
 from zl.client.errors import ZlClientError
 from zl.client.trust import Trust
+from zl.errors import Code
 from zl.net import schema_pb2
 from zl.net.codec import encode_request
-from zl.net.messages import RequestType
+from zl.net.messages import Operation, RequestType
 from zl.shapes import HEADER_BYTES
 from zl.tools.prompts import Prompt
 from zl.tools.traces import Trace
@@ -33,6 +34,7 @@ from zl.tools.traces import Trace
 clock = time.perf_counter
 
 _CONNECT_AT_ONCE = 100  # below the usual listen backlog
+_HELLO_ID = 2**63  # streams have small ones
 _USAGE = ("constant_tokens", "queue_us", "prefill_us", "decode_us", "glue_us")
 
 
@@ -65,6 +67,11 @@ def encode(prompt: Prompt, request_id: int) -> bytes:
         type=RequestType[prompt.type],
         ignore_eos=True,
     )
+
+
+def _said(error: Any) -> str:
+    name = Code(error.code).name if error.code in Code.__members__.values() else f"code {error.code}"
+    return f"{name}: {error.message}"
 
 
 class _Connection(asyncio.Protocol):
@@ -107,9 +114,9 @@ class _Connection(asyncio.Protocol):
     def _take(self, response: Any, now: float) -> None:
         found = self.running.get(response.request_id)
         if found is None:
-            if response.request_id == 0 and response.is_finished:
+            if response.is_finished and response.HasField("error"):  # of the connection, or of its HELLO
                 for trace, _ in self.running.values():
-                    trace.error = f"code {response.error.code}: {response.error.message}"
+                    trace.error = _said(response.error)
             return
         trace, ended = found
         n = len(response.token_ids)
@@ -120,7 +127,7 @@ class _Connection(asyncio.Protocol):
             self._owner.frames += 1
         if response.is_finished:
             if response.HasField("error"):
-                trace.error = f"code {response.error.code}: {response.error.message}"
+                trace.error = _said(response.error)
             trace.prompt_tokens = response.usage.prompt_tokens
             trace.usage = {name: getattr(response.usage, name) for name in _USAGE}
             del self.running[response.request_id]
@@ -143,11 +150,16 @@ class Streams:
     """The frames spoken directly. Stream i is on connection i modulo their number.
 
     connections   0: one a stream
-    ca_file       for tls: as of `zl.client.Client`
+    ca_file       for tls: as of `zl.client.Client`; so is auth_token
     """
 
-    def __init__(self, address: str, connections: int = 0, ca_file: str | None = None):
+    def __init__(
+        self, address: str, connections: int = 0, ca_file: str | None = None, auth_token: str | None = None
+    ):
         self._address = address
+        token = endpoints.token_of(auth_token)
+        hello = encode_request(request_id=_HELLO_ID, operation=Operation.HELLO, auth_token=token)
+        self._hello = hello if token else b""
         self._trust = Trust(ca_file)
         self._connections = connections
         self._open: list[_Connection] = []
@@ -171,6 +183,8 @@ class Streams:
             lambda: _Connection(self), self._address, math.inf, self._trust
         )
         connection.address = address
+        if self._hello:
+            connection.transport.write(self._hello)
         return connection
 
     async def ask(self, prompt: Prompt, stream: int) -> Trace:
@@ -200,8 +214,11 @@ class Streams:
 class ClientStreams:
     """The same through `zl.client.AsyncClient`, all streams on `connections` clients (at least one)."""
 
-    def __init__(self, address: str, connections: int = 1, ca_file: str | None = None):
+    def __init__(
+        self, address: str, connections: int = 1, ca_file: str | None = None, auth_token: str | None = None
+    ):
         self._address = address
+        self._token = auth_token
         self._trust = Trust(ca_file)
         self._connections = max(1, connections)
         self._clients: list[AsyncClient] = []
@@ -212,7 +229,7 @@ class ClientStreams:
     async def connect(self, n: int) -> None:  # noqa: ARG002 (streams share the clients)
         """Have the clients connected."""
         while len(self._clients) < self._connections:
-            self._clients.append(await AsyncClient(self._address, ca_file=self._trust))
+            self._clients.append(await AsyncClient(self._address, auth_token=self._token, ca_file=self._trust))
 
     async def ask(self, prompt: Prompt, stream: int) -> Trace:
         """Send one request and follow its answer to the end; one at a time on a stream."""
