@@ -84,6 +84,7 @@ class _Connection(asyncio.Protocol):
         self.running: dict[int, tuple[Trace, asyncio.Future[None]]] = {}
         self.transport: Any = None
         self.address: Target | None = None
+        self.last_words = ""  # why the server ends it, where it said so
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -91,6 +92,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         heard = self._owner.frames > 0
         why = endpoints.broke(exc) if isinstance(exc, OSError) else endpoints.ended(self.address, heard)
+        why = self.last_words or why
         for trace, ended in self.running.values():
             trace.error = trace.error or why
             if not ended.done():
@@ -115,8 +117,7 @@ class _Connection(asyncio.Protocol):
         found = self.running.get(response.request_id)
         if found is None:
             if response.is_finished and response.HasField("error"):  # of the connection, or of its HELLO
-                for trace, _ in self.running.values():
-                    trace.error = _said(response.error)
+                self.last_words = _said(response.error)
             return
         trace, ended = found
         n = len(response.token_ids)
@@ -136,7 +137,7 @@ class _Connection(asyncio.Protocol):
 
     async def ask(self, prompt: Prompt, request_id: int) -> Trace:
         if self.transport.is_closing():
-            return Trace(error="the server has closed the connection")
+            return Trace(error=self.last_words or "the server has closed the connection")
         ended = asyncio.get_running_loop().create_future()
         data = encode(prompt, request_id)
         trace = Trace(sent=clock())
