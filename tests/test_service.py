@@ -503,3 +503,18 @@ def test_a_fault_in_admission_leaves_nothing_behind(monkeypatch):
         bench.ask(conn, 1)
     assert bench.service.in_flight == 0
     bench.service.closed(conn)
+
+
+def test_a_timer_that_fires_a_moment_early_does_not_lose_the_deadline():
+    bench, conn = Bench(), Conn()
+    bench.ask(conn, 1, deadline_ms=300)
+    (when, function) = bench.timers.pop()
+    bench.now = when - 0.0004
+    function()
+    assert bench.service.in_flight == 1
+    (again, function) = bench.timers.pop()
+    assert when < again <= when + 0.002
+    bench.now = again
+    function()
+    assert conn.last.error.code is Code.DEADLINE_EXCEEDED
+    assert bench.service.in_flight == 0

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zl.access import Access
@@ -28,6 +29,10 @@ log = logging.getLogger("zl")
 
 LONG_PROMPT_BYTES = 4_096
 """Texts above this are cut into tokens off the event loop: 5 ms of it would delay the frames of all streams."""
+
+
+TIMER_S = 0.001
+"""What an event loop's timers are exact to."""
 
 
 @dataclass(slots=True)
@@ -114,7 +119,7 @@ class Service:
                 self.access.refused(conn, request, refusal.code)
             raise
         if job.deadline is not None:
-            self._call_at(job.deadline, self.expire)
+            self._call_at(job.deadline, partial(self._at_deadline, job.deadline))
 
     def refused(self, conn: Any, request: codec.Request, code: Code) -> None:
         """Log a request that the rules of its conversation refused: it never came to `submit`."""
@@ -198,6 +203,13 @@ class Service:
         self._end_all(error)
 
     # -- time and drain ----------------------------------------------------------------------------------------------
+
+    def _at_deadline(self, deadline: float) -> None:
+        """Take a deadline's timer, which may fire a moment early: the loop counts whole milliseconds."""
+        if self._clock() < deadline:
+            self._call_at(deadline + TIMER_S, partial(self._at_deadline, deadline))
+        else:
+            self.expire()
 
     def expire(self) -> None:
         """End the requests whose deadline has passed."""
