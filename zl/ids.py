@@ -59,7 +59,7 @@ class Ids:
             take = min(n, length)
             if source < 0:
                 parts.append(self.own[~source : ~source + take])
-            elif self._lease is None or self._lease.ended or self._arena is None:
+            elif self._arena is None or not self._held:
                 raise InvariantError("ids are read from a berth that has been given back")
             else:
                 parts.append(self._arena[source : source + TOKEN_BYTES * take].view("<i4"))
@@ -71,7 +71,11 @@ class Ids:
     @property
     def there(self) -> bool:
         """Tell whether the program can still gather them."""
-        return all(source < 0 for source, _ in self.pieces) or (self._lease is not None and not self._lease.ended)
+        return self._held or all(source < 0 for source, _ in self.pieces)
+
+    @property
+    def _held(self) -> bool:
+        return self._lease is not None and not self._lease.ended
 
     def give_back(self) -> None:
         """Let the berth go: the program has gathered the ids, or never will. No effect the second time."""
