@@ -45,7 +45,7 @@ from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
 from zl.net.native.library import code_if_possible
-from zl.net.protocol import Net
+from zl.net.protocol import LAST_CALL_S, Net
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
 from zl.ops.watchdog import Watchdog
@@ -299,6 +299,10 @@ class Server:
         deadline = self._loop.time() + self._drain_s
         while self.service.in_flight and not self._hurry and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
+        # Who has just connected, or asks again and again, is to hear DRAINING, not an end without a word.
+        deadline = min(deadline, self._loop.time() + LAST_CALL_S)
+        while self.net.expecting and not self._hurry and self._loop.time() < deadline:
+            await asyncio.sleep(0.005)
         if self.service.in_flight:
             log.warning("ending %d requests that did not finish", self.service.in_flight)
             self.service.end_all("the server stopped before the answer was complete")

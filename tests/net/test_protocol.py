@@ -386,6 +386,42 @@ def test_draining_refuses_new_finishes_old_and_closes(tmp_path):
 
 
 @both_loops
+def test_a_peer_that_may_be_about_to_ask_is_expected_until_it_knows_of_the_drain(tmp_path, kind, monkeypatch):
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            net = served.net
+            assert not net.expecting
+            silent, served_before, half_closed, gone = [await served.peer() for _ in range(4)]
+            await served.until(lambda: len(net.connections) == 4)
+            await served_before.ask(1)
+            assert (await served_before.answer())[-1].error is None
+            served.app.accepting = False
+            half_closed.writer.write_eof()
+            await gone.close()
+            await served.until(lambda: len(net.connections) == 2)  # both have nothing to say any more
+            for peer in (silent, served_before):
+                assert net.expecting
+                await peer.ask(2)
+                assert await peer.error() == (Code.DRAINING, 2)
+            assert not net.expecting
+
+            late, slow = await served.peer(), await served.peer()
+            await served.until(lambda: len(net.connections) == 4)
+            assert net.expecting
+            monkeypatch.setattr("zl.net.protocol.LAST_CALL_S", 0.05)
+            await served.until(lambda: not net.expecting)
+            await slow.send(ask(3)[:7])
+            await served.until(lambda: net.expecting)
+            await served.until(lambda: not net.expecting)
+            await slow.send(ask(3)[7:])
+            assert await slow.error() == (Code.DRAINING, 3)  # it is answered as long as its connection is there
+            await late.ask(4)
+            assert await late.error() == (Code.DRAINING, 4)
+
+    run(main(), kind)
+
+
+@both_loops
 @pytest.mark.parametrize("sent", [2, 10])
 def test_a_frame_that_takes_too_long_loses_its_berth(tmp_path, kind, sent):
     async def main() -> None:
@@ -590,5 +626,30 @@ def test_tls_carries_the_same_wire(tmp_path, kind, certificate):
             assert [request.messages for request in served.app.submitted] == [[b"x" * 200_000]] * 3
             plain = await served.peer("unix")  # a Unix peer is on this machine and needs no TLS
             await plain.ping()
+
+    run(main(), kind)
+
+
+@both_loops
+def test_one_amid_a_handshake_is_expected_and_one_that_failed_at_it_is_not_for_long(
+    tmp_path, kind, certificate, monkeypatch
+):
+    from zl.net.tls import tls_context
+
+    async def main() -> None:
+        client = ssl.create_default_context(cafile=certificate[0])
+        async with serving(tmp_path, tls=tls_context(*certificate)) as served:
+            peer = await served.peer()
+            await served.until(lambda: served.net.expecting)
+            assert not served.net.connections
+            await peer.send(PING * 2)  # no handshake
+            with contextlib.suppress(ConnectionError):
+                await peer.reader.read()
+            monkeypatch.setattr("zl.net.protocol.LAST_CALL_S", 0.05)
+            await served.until(lambda: not served.net.expecting)
+            monkeypatch.undo()
+            good = await served.peer(ssl=client)
+            assert served.net.expecting
+            await good.ping()
 
     run(main(), kind)

@@ -107,6 +107,31 @@ def test_term_finishes_what_runs_and_turns_away_what_comes(started):
     assert "ends at once" in server.text()
 
 
+@pytest.mark.parametrize("how", ["has said nothing", "asked a moment ago"])
+def test_one_who_asks_just_after_term_hears_why_there_is_no_answer(started, how):
+    server, address = started()
+    server.ready()
+    client = Client(address)
+    if how == "asked a moment ago":
+        client.ask("Hi", max_tokens=1)
+    server.manager.wait_for("STOPPING", since=server.send(signal.SIGTERM))
+    time.sleep(0.3)  # it is on its way, and its sender was not on a core for a while
+    with client, pytest.raises(Draining):
+        client.ask("Hi", max_tokens=1)
+    assert server.close() == 0
+
+
+def test_one_who_says_nothing_holds_a_stop_up_for_no_more_than_a_moment(started):
+    server, address = started("--drain-s", "60")
+    server.ready()
+    with Client(address) as client:
+        client.ping()
+        at = server.send(signal.SIGTERM)
+        assert server.wait() == 0
+        assert time.monotonic() - at < 10
+    server.close()
+
+
 def test_past_the_drain_deadline_answers_end_with_a_last_frame(started):
     server, address = started("--drain-s", "0.3", script=SLOWED, STEP_S="0.05")
     server.ready()

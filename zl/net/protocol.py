@@ -10,11 +10,12 @@ copying path. A view that is lent is never empty (it would kill the connection):
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from time import perf_counter_ns
 from typing import cast
 
-from zl.errors import FrameError, RequestError
+from zl.errors import Code, FrameError, RequestError
 from zl.net import codec
 from zl.net.frames import PING, cut_short, payload_length
 from zl.net.hangup import HangupWatch
@@ -23,6 +24,9 @@ from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Sub
 from zl.shapes import HEADER_BYTES
 
 SCRATCH_BYTES = 65_536
+
+LAST_CALL_S = 1.0
+"""How long after it connected, began a frame or got an answer a peer is taken to be about to ask."""
 
 # Why reading is paused; it resumes when no reason is left.
 _NO_BERTH = 1
@@ -52,12 +56,29 @@ class Net:
         self.decode = decode
         self.connections: set[Connection] = set()
         self.hangups = HangupWatch(loop)
+        self._accepted_at = -math.inf  # loop time of the last one
+        self._n_shaking_hands = 0  # accepted and not connected yet; those that failed at it stay counted
         # Where bytes land that nobody will read: all connections may scribble on it at once.
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     def connection(self) -> Connection:
         """Make the protocol of a new connection: the factory that a listener calls."""
+        self._accepted_at = self.loop.time()
+        self._n_shaking_hands += 1
         return Connection(self)
+
+    def connected(self, conn: Connection) -> None:
+        """Take a connection over which frames may come."""
+        self._n_shaking_hands -= 1
+        self.connections.add(conn)
+
+    @property
+    def expecting(self) -> bool:
+        """Say whether a peer that does not know of a drain may be about to ask: it is to hear that no answer comes."""
+        since = self.loop.time() - LAST_CALL_S
+        if self._n_shaking_hands and self._accepted_at > since:
+            return True
+        return any(conn.is_about_to_ask(since) for conn in self.connections)
 
     def close_connections(self) -> None:
         """End every conversation after what has been queued for it, cancelling what is still in flight."""
@@ -88,6 +109,8 @@ class Connection(asyncio.BufferedProtocol):
         self._berth: Berth | None = None
         self._read_ns = 0  # spent in callbacks on the frame on its way in
         self._begun_at = 0.0  # loop time at which the frame on its way in began
+        self._served_at = 0.0  # loop time of the last answer's end; before the first, of the connection
+        self._turned_away = False  # it has been told that the server drains
         self._frame_timer: asyncio.TimerHandle | None = None
         self._pauses = 0
         self._peer_done = False  # nothing more will be read
@@ -105,6 +128,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def finished(self, request_id: int) -> None:
         """Free the id of a request whose last frame has been queued."""
+        self._served_at = self._net.loop.time()
         self._perform(self._session.finished(request_id))
 
     def flush(self) -> None:
@@ -132,6 +156,11 @@ class Connection(asyncio.BufferedProtocol):
         """Count the requests that have no last frame yet."""
         return self._session.n_in_flight
 
+    def is_about_to_ask(self, since: float) -> bool:
+        """Say whether the peer has been active `since` then, and may send more, not knowing that the server drains."""
+        silent = self._turned_away or self._peer_done or self._session.ended
+        return not silent and max(self._served_at, self._begun_at) > since
+
     # -- called by asyncio -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -139,7 +168,8 @@ class Connection(asyncio.BufferedProtocol):
         self._tls = transport.get_extra_info("sslcontext") is not None
         sock = transport.get_extra_info("socket")
         self._fd = sock.fileno() if sock is not None else -1
-        self._net.connections.add(self)
+        self._served_at = self._net.loop.time()
+        self._net.connected(self)
         self._counters.connections_open += 1
         self._counters.connections_total += 1
         kind = "tls" if self._tls else "unix" if sock is not None and sock.family == socket.AF_UNIX else "tcp"
@@ -321,6 +351,7 @@ class Connection(asyncio.BufferedProtocol):
                         raise
                 case Send(data, code, refused):
                     self._counters.errors[code] += 1
+                    self._turned_away = self._turned_away or code is Code.DRAINING
                     if refused is not None:
                         self._app.refused(self, refused, code)
                     self._put(data)
