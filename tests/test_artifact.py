@@ -330,6 +330,24 @@ def test_progress_goes_up_to_the_whole(tiny, tmp_path):
     assert packing[-1][0] == packing[-1][1] > 0
 
 
+def test_out_and_a_cache_that_cannot_be_written_name_the_right_remedy(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    remedy = r"cannot write the artifact: Not a directory; name with --out a folder that this user can write"
+    with pytest.raises(ConfigError, match=remedy):
+        build(tiny, tmp_path / "file" / "out")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="cannot write the artifact: Not a directory; set XDG_CACHE_HOME to a folder"):
+        build(tiny, None)
+
+
+def test_a_server_does_without_an_artifact_where_the_cache_of_builds_cannot_be_written(tiny, cache):
+    cache.touch()  # a file in the way, for root may write anywhere
+    said: list[str] = []
+    answers, _ = serve(SMALL, tiny, requests(), said)
+    assert len(answers) == 3
+    assert any(line.startswith("no artifact: ") and "set XDG_CACHE_HOME to a folder" in line for line in said)
+
+
 def test_out_that_holds_something_else_is_refused(tiny, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(ConfigError, match="no artifact"):

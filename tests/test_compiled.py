@@ -37,7 +37,7 @@ def test_a_cache_that_cannot_be_written_names_folder_reason_and_remedy(make, tmp
     with pytest.raises(ConfigError) as caught:
         make()
     assert str(caught.value).startswith(f"cannot write below {tmp_path}/cache/zl/native/hash: ")
-    assert str(caught.value).endswith("; set XDG_CACHE_HOME to a folder that can be written")
+    assert str(caught.value).endswith("; set XDG_CACHE_HOME to a folder that this user can write")
     assert caught.value.exit_status == 2
 
 

