@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,41 @@ def test_an_instance_with_commands_can_be_read(tmp_path):
     path = tmp_path / "switch.toml"
     path.write_text(block + block.replace("blue", "green"))
     assert [each.name for each in fleet.load(path).instances] == ["blue", "green"]
+
+
+def scripts(folder: Path) -> dict[str, Path]:
+    """The page's start and stop with their folders below another one."""
+    made = {}
+    for block in blocks("sh"):
+        if found := re.match(r"#!/bin/sh\n# /etc/zl/(\w+) NAME\n", block):
+            path = made[found[1]] = folder / found[1]
+            path.write_text(block.replace("/run/zl", str(folder)).replace("/var/log/zl", str(folder)))
+            path.chmod(0o755)
+    return made
+
+
+def test_start_and_stop_of_the_page_start_and_stop_and_refuse_what_they_did_not_start(tmp_path):
+    program = tmp_path / "zl"  # in the place of `zl hold`: what is started and stopped is tested, not the server
+    program.write_text(f"#!/bin/sh\necho \"$@\" >{tmp_path}/ran\nexec sleep 60\n")
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    made = scripts(tmp_path)
+    assert set(made) == {"start", "stop"}
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([made[name], "blue"], env=env, capture_output=True, text=True, timeout=10, check=False)
+
+    refused = run("stop")
+    assert refused.returncode == 1
+    assert "blue was not started by /etc/zl/start" in refused.stderr
+    assert run("start").returncode == 0
+    pid = int((tmp_path / "blue.pid").read_text())
+    while not (tmp_path / "ran").exists():
+        time.sleep(0.01)
+    assert "-- zl serve --config /etc/zl/blue.toml" in (tmp_path / "ran").read_text()
+    assert run("stop").returncode == 0
+    assert not Path(f"/proc/{pid}").exists()
+    assert run("stop").returncode == 1  # its file is gone: it is not running
 
 
 def test_the_files_that_the_page_names_are_there():

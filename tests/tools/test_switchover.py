@@ -126,17 +126,30 @@ def test_an_old_one_that_does_not_end_is_reported(site):
     stuck = site.instance("blue", "exec sleep 20")
     with site.server("blue"), site.server("green"):
         begun = time.monotonic()
-        with pytest.raises(SwitchError, match=r"blue did not stop within 0\.5 s"):
+        with pytest.raises(SwitchError, match=r"blue did not stop within 0\.5 s; .*end blue by hand"):
             site.procedure(instances=(stuck, site.instance("green")), drain_s=0.5).switch("green")
         assert time.monotonic() - begun < 10
 
 
 def test_an_old_one_that_serves_on_though_its_stop_command_returned_is_reported(site):
     procedure = site.procedure(instances=(site.instance("blue", "true"), site.instance("green")))
-    says = "has returned, but blue still serves at unix:"
+    says = "^blue and green both serve now: .* has returned, but blue still serves at unix:"
     with site.server("blue"), site.server("green"), pytest.raises(SwitchError, match=says):
         procedure.switch("green")
     assert not any("blue has ended" in line for line in site.said)
+
+
+def test_a_stop_command_that_fails_leaves_both_and_says_what_to_do(site):
+    instances = (site.instance("blue", "exit 1"), site.instance("green"))
+    with site.server("blue"), site.server("green"):
+        with pytest.raises(SwitchError, match="^blue and green both serve now: .* ended with status 1; ") as caught:
+            site.procedure(instances=instances).switch("green")
+        assert str(caught.value).endswith("; end blue by hand, or go back: zl switch blue, which stops green")
+        says = "^traffic goes to green, blue gets no new one: .* status 1; end blue by hand, or go back"
+        with pytest.raises(SwitchError, match=says):
+            site.procedure(instances=instances, traffic="command", move=("true",)).switch("green")
+        with pytest.raises(SwitchError, match="^blue was not restarted, blue and green both serve now: .* status 1$"):
+            site.procedure(instances=instances).roll()
 
 
 def test_readiness_counts_where_there_is_a_url(site):

@@ -45,7 +45,8 @@ class Procedure:
     def switch(self, name: str) -> None:
         """Have the instance of that name serve, and no other.
 
-        Raises  ConfigError: no such instance; SwitchError: the old ones go on, or serve again
+        Raises  ConfigError: no such instance; SwitchError: the old ones go on, or serve again, or did not stop; what
+                serves then is in its text
         """
         new = self._fleet.named(name)
         old = [each for each in self._fleet.instances if each is not new and probing.answers(each)]
@@ -61,7 +62,11 @@ class Procedure:
             serving = ", ".join(each.name for each in old) or "nothing"
             raise SwitchError(f"rolled back, {serving} serves: {error}") from error
         for each in old:
-            self._retire(each, new)
+            try:
+                ill = self._stop(each, [new])
+            except SwitchError as error:
+                raise SwitchError(self._not_stopped(each, new, error)) from error
+            self._retire(each, new, ill)
         self._enable(new)
         self._say(f"{new.name} serves" + (f"; {', '.join(each.name for each in old)} stopped" if old else ""))
 
@@ -79,7 +84,12 @@ class Procedure:
             if not any(probing.answers(other) for other in rest):
                 raise SwitchError(f"{each.name} was not restarted: no other instance answers")
             self._set_state(each, "drain")
-            self._stop(each, rest)
+            try:
+                self._stop(each, rest)
+            except SwitchError as error:
+                if probing.answers(each):
+                    self._set_state(each, "ready")
+                raise SwitchError(f"{each.name} was not restarted, {self._who_serves()}: {error}") from error
             try:
                 self._bring_up(each, True)
             except ZlError as error:
@@ -125,9 +135,8 @@ class Procedure:
                 raise SwitchError(ill)
             time.sleep(POLL_S)
 
-    def _retire(self, old: Instance, new: Instance) -> None:
-        """Drain and stop the old; should the new one fall ill meanwhile, bring the old back."""
-        ill = self._stop(old, [new])
+    def _retire(self, old: Instance, new: Instance, ill: str) -> None:
+        """Take leave of the old, which has ended; should the new one have fallen ill meanwhile, bring the old back."""
         if not ill:
             self._set_state(old, "maint")
             return
@@ -193,6 +202,18 @@ class Procedure:
                 if time.monotonic() > deadline:
                     raise SwitchError(f"HAProxy at {proxy.address} does not find {instance.server} up")
                 time.sleep(POLL_S / 5)
+
+    def _not_stopped(self, old: Instance, new: Instance, error: SwitchError) -> str:
+        """Say what serves after the old one did not stop as it should, and what to do about it."""
+        shared = self._fleet.traffic == "shared"
+        serves = self._who_serves() if shared else f"traffic goes to {new.name}, {old.name} gets no new one"
+        back = f", or go back: zl switch {old.name}, which stops {new.name}" if probing.answers(old) else ""
+        return f"{serves}: {error}; end {old.name} by hand{back}"
+
+    def _who_serves(self) -> str:
+        names = [each.name for each in self._fleet.instances if probing.answers(each)]
+        how = {0: "nothing serves", 1: "{} serves", 2: "{} both serve now"}.get(len(names), "{} all serve now")
+        return how.format(" and ".join(names))
 
     def _enable(self, new: Instance) -> None:
         if not self._fleet.enable:
