@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from zl import __version__
 from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
 from zl.cli.misuse import explain
+from zl.cli.packages import explain_missing
 from zl.errors import ConfigError, ZlError
 
 COMMANDS = {
@@ -82,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZlError as error:
         print("zl: " + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_status
+    except ModuleNotFoundError as error:
+        said = explain_missing(args.command, error)
+        if said is None:
+            raise
+        print(f"zl: {said}", file=sys.stderr)
+        return ConfigError.exit_status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

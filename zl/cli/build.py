@@ -45,15 +45,13 @@ def run(args: argparse.Namespace) -> int:
     """Build, then print the artifact's folder on stdout and its phases on stderr."""
     flags = {name: getattr(args, f"set_{name}", None) for name in SHAPING} | {"model": args.model}
     settings = load(flags, file=args.config)
-    from zl.cli.pull import ProgressBar, fetch_shown
-
-    path = locate(settings.model) or fetch_shown(settings.model)
-
     from zl.artifact import is_artifact
     from zl.builder import Builder, level_for
+    from zl.cli.pull import ProgressBar, fetch_shown
     from zl.errors import ConfigError
     from zl.phases import Phases
 
+    path = locate(settings.model) or fetch_shown(settings.model)
     if is_artifact(path):
         raise ConfigError(f"{path} is an artifact already: serve it, or name the model that it was made from")
     level = level_for(settings, "cuda" if settings.device == "cuda" else "cpu")

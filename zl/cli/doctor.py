@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 
 from zl import __version__
+from zl.cli.packages import PACKAGES, REMEDY
 from zl.compiled import NO_COMPILER
 from zl.compiled import compiler as find_compiler
 from zl.config import Settings, load
@@ -82,10 +83,9 @@ def _version(package: str) -> str:
 
 def _packages() -> Iterator[Finding]:
     wanted = ("torch", "numpy", "uvloop", "protobuf", "tokenizers")
-    missing = [package for package in wanted if not _version(package)]
+    missing = [package for package in PACKAGES.values() if not _version(package)]
     if missing:
-        lacking = ", ".join(missing)
-        yield Finding(FAIL, "packages", f"missing: {lacking}; in a clone of zl, run make install, or pip install .")
+        yield Finding(FAIL, "packages", f"missing: {', '.join(missing)}; {REMEDY}")
     else:
         yield Finding(OK, "packages", ", ".join(f"{package} {_version(package)}" for package in wanted))
 

@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
         return load(flags, file=args.config)
 
     settings = read()
+    from zl.process import run as serve  # before a model is fetched: where a package is missing, that is no use
+
     notifier = Notifier(os.environ, os.getpid())
     path = locate(settings.model)
     if path is None:
         from zl.cli.pull import fetch_shown
 
         path = fetch_shown(settings.model, lambda text: notifier.status(text, extend_s=FETCH_S))
-    from zl.process import run as serve
-
     return serve(settings, path, notifier, read)
