@@ -253,6 +253,7 @@ def test_without_a_compiler_the_cache_still_serves(tiny, cache, monkeypatch):
 
 
 def test_only_the_artifacts_used_last_are_kept(tiny, cache):
+    assert builders.KEEP == 4, "docs/configuration.md and docs/design.md say four"
     wishes = [dataclasses.replace(SMALL, system_tokens=100 + i) for i in range(builders.KEEP + 2)]
     made = [build(tiny, None, wish).folder for wish in wishes]
     for age, folder in enumerate(made):
@@ -494,7 +495,8 @@ def test_int8_keys_and_values_are_refused_on_a_gpu():
 # System prompts
 
 
-def test_a_configured_system_prompt_is_constant_at_its_first_use(made):
+def test_a_configured_system_prompt_is_constant_at_its_first_use(made, caplog):
+    caplog.set_level("INFO")
     asked = requests(system=SYSTEM.encode())
     cold, _ = serve(SMALL, made, asked)
     warm_ones, server = serve(dataclasses.replace(SMALL, system_prompts=(SYSTEM, "tiny")), made, asked)
@@ -504,6 +506,7 @@ def test_a_configured_system_prompt_is_constant_at_its_first_use(made):
     assert bits(cold) == bits(warm_ones)
     pinned = [prefix for prefix in server.pages._prefixes.values() if prefix.pinned]
     assert len(pinned) == 1, "the second prompt is shorter than a page"
+    assert "system prompts: 1 kept, " in caplog.text
 
 
 def test_system_prompts_of_the_build_are_the_default_of_its_server(tiny, tmp_path):

@@ -176,11 +176,11 @@ class Server:
                 raise DeviceError(f"{error}{why}") from self._failure
         with phases("system prompts"):
             texts, shapes = settings.system_prompts, self.build.shapes
-            kept = await warm.keep_prompts(self.service, self.build.prompts, texts, shapes, self._stop)
+            n_kept, kept = await warm.keep_prompts(self.service, self.build.prompts, texts, shapes, self._stop)
         if self._stop.is_set():
             return False
         if kept:
-            log.info("system prompts: %d kept, %d tokens on constant pages", len(settings.system_prompts), kept)
+            log.info("system prompts: %d kept, %d tokens on constant pages", n_kept, kept)
         self.service.start_counting()
         self.service.access, self.service.audit = self._access, self._audit
         self.listeners = await listen(bounds, self.net.connection, tls=tls)

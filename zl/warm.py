@@ -76,13 +76,13 @@ async def prove(service: Service, stop: asyncio.Event) -> None:
 
 async def keep_prompts(
     service: Service, prompts: PromptBuilder, texts: Sequence[str], shapes: Shapes, stop: asyncio.Event
-) -> int:
-    """Compute system prompts into constant pages and keep these for good; return how many tokens that are.
+) -> tuple[int, int]:
+    """Compute system prompts into constant pages and keep these for good; return how many of them, and their tokens.
 
     Raises  ConfigError: the template has no place for one, or they leave no room for requests
     """
     budget, _ = service.dispatcher.prompt_budget(1)
-    kept = 0
+    n_kept = kept = 0
     for number, text in enumerate(texts):
         system, where = text.encode(), f"system_prompts[{number}]"
         request = codec.Request(request_id=1, system=system, messages=[_MESSAGE], max_tokens=1, seed=0)
@@ -101,9 +101,10 @@ async def keep_prompts(
             why = f"it has less than a page of {PAGE} tokens" if short else "there are too many of them"
             log.warning("%s is not kept: %s", where, why)
         kept += n_tokens
+        n_kept += n_tokens > 0
         if service.dispatcher.pages_left() < shapes.pages_per_row:
             raise ConfigError(
                 f"{where}: {kept // PAGE} of {shapes.n_pages} KV pages are kept so far and leave no room for a request "
                 f"of max_model_len {shapes.max_model_len}: raise --kv-memory or name fewer"
             )
-    return kept
+    return n_kept, kept

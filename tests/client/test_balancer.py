@@ -14,7 +14,9 @@ from zl.client import (
     StreamBroken,
     TimedOut,
 )
+from zl.address import parse_target
 from zl.client.balancer import Balancer, Retry
+from zl.client.endpoints import failure
 from zl.errors import Code, ConfigError
 
 ADDRESSES = ["tcp:a:1", "tcp:b:1", "tcp:c:1"]
@@ -63,6 +65,19 @@ def test_a_lost_endpoint_is_probed_at_once_and_then_ever_less_often():
     assert balancer.pick(now) is endpoint
     balancer.lost(endpoint, now)
     assert balancer.due(now) == [endpoint]  # forgiven: from the start
+
+
+def test_an_ejected_endpoint_says_its_last_failure():
+    balancer = Balancer("tcp:a:1")
+    (endpoint,) = balancer.endpoints
+    balancer.lost(endpoint, 0, StreamBroken("the connection broke: Connection reset by peer"))
+    assert repr(endpoint) == (
+        "<tcp:a:1: ejected after 1 failure, the last: the connection broke: Connection reset by peer, 0 in flight>"
+    )
+    balancer.dead(endpoint, 0, failure([parse_target("tcp:a:1")], ConnectionRefusedError(111, "Connection refused")))
+    assert repr(endpoint) == "<tcp:a:1: ejected after 2 failures, the last: Connection refused, 0 in flight>"
+    balancer.alive(endpoint)
+    assert repr(endpoint) == "<tcp:a:1: alive, 0 in flight>"
 
 
 def test_a_busy_endpoint_is_spared_as_long_as_it_asked_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,6 +148,7 @@ def test_a_dead_endpoint_is_ejected_probed_and_taken_back(tmp_path):
             assert [pool.ask("say x").text for _ in range(4)] == ["x "] * 4
             dead = pool.endpoints[0]
             assert dead.probe_at is not None
+            assert re.search(r": ejected after \d+ failures?, the last: No such file or directory, 0 in", repr(dead))
             with FakeServer(path) as late:
                 clock.now += 60
                 assert pool.ask("say x").text == "x "  # this one starts the probe, and waits for nothing

@@ -228,7 +228,8 @@ def test_hup_reloads_what_can_be_and_names_what_cannot(service, tmp_path, small)
     old.ask("Hi", max_tokens=1, ignore_eos=True)  # a conversation that was opened before goes on
     old.close()
     lines = log.read_text().splitlines()  # a new file: the rotated one has been let go
-    assert "INFO reloaded changed=auth_token,tls_cert,tls_key,log_level,max_queue" in lines
+    says = "INFO reloaded changed=auth_token,tls_cert,tls_key,log_level,max_queue reopened=log_file,access_log"
+    assert says in lines
     waiting = [line for line in lines if "needs a restart" in line]
     assert waiting == ["WARNING berths has changed and needs a restart setting=berths running=256 configured=17"]
     deadline = time.monotonic() + 10

@@ -89,6 +89,13 @@ def test_long_texts_and_secrets_stay_out_of_the_log(said):
     assert "system_prompts" in said()[-1]
 
 
+def test_files_that_are_opened_anew_are_named_though_nothing_has_changed(said):
+    old = Settings(log_file="/var/log/zl.log", audit_log="/var/log/zl.audit")
+    made, _ = reloader(old, replace(old, access_log="/var/log/zl.access"))
+    assert made.reload()
+    assert said()[0] == "INFO reloaded {'changed': 'nothing', 'reopened': 'log_file,audit_log'}"  # access_log waits
+
+
 def test_every_live_setting_is_a_setting():
     names = {each.name for each in SETTINGS}
     assert names >= LIVE

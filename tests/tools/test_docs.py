@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.fake_server import FakeServer
+from zl.config import load
+from zl.facts import shapes_of
+from zl.gpu.weights import open_model
 from zl.net import codec
+from zl.net.messages import RequestType
+from zl.sampling.profiles import PROFILES, Profile
+from zl.shapes import PAGE
+from zl.text.prompt import PromptBuilder
+from zl.text.tokenizer import text_model
 from zl.tools.dissector import dissect
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,6 +59,29 @@ def test_the_blocks_of_bytes_are_what_their_text_says():
 def test_the_page_has_the_schema_as_it_is():
     (printed,) = blocks("protocol.md", "proto")
     assert printed.strip() in SCHEMA.read_text("utf-8")
+
+
+def test_the_table_of_sampling_profiles_is_the_program_s():
+    text = (DOCS / "protocol.md").read_text("utf-8").partition("### Sampling profiles")[2]
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    told = {int(number): Profile(name, *map(float, values)) for number, name, *values in rows}
+    assert told == dict(PROFILES)
+    assert {number: profile.name for number, profile in told.items()} == {each.value: each.name for each in RequestType}
+
+
+@pytest.mark.parametrize("page", ["docs/configuration.md", "systemd/zl.toml"])
+def test_the_system_prompt_of_the_examples_fills_a_page(page, gguf_path, tmp_path):
+    (line,) = re.findall(r"^(?:# )?(system_prompts = \[.*)$", (DOCS.parent / page).read_text("utf-8"), re.MULTILINE)
+    path = tmp_path / "zl.toml"
+    path.write_text(f"[model]\n{line}\n")
+    source = open_model(gguf_path)
+    text, settings = text_model(source), load(file=str(path), environ={})
+    prompts = PromptBuilder(text, shapes_of(settings, source.shape))
+    (system,) = settings.system_prompts
+    assert prompts.build(system.encode(), [b"Hello"], max_prompt_tokens=1000).prefix_len >= PAGE
+    assert "less than some 25 words" in (DOCS / "configuration.md").read_text()
+    words = system.split()
+    assert prompts.build(" ".join(words[:18]).encode(), [b"Hi"], max_prompt_tokens=1000).prefix_len < PAGE
 
 
 def python(code: str, address: str, **env: str) -> subprocess.CompletedProcess[str]:

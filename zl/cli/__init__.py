@@ -35,7 +35,7 @@ COMMANDS = {
 
 _EPILOG = """\
 first steps:
-  zl pull                                   fetch the small embedded model (90 MB)
+  zl pull                                   fetch the small embedded model (93 MB)
   zl serve                                  serve it on this machine
   zl ask "What is the capital of France?"   ask it, from another terminal
   zl chat                                   talk with it

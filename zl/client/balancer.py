@@ -22,6 +22,7 @@ from zl.client.errors import (
     TlsFailed,
     ZlClientError,
 )
+from zl.client.endpoints import RUNNING
 from zl.client.messages import Options
 from zl.errors import Code, ConfigError
 
@@ -39,9 +40,10 @@ class Endpoint:
     """One server. `probe_at` None: it is taken to be alive; otherwise when it is to be tried next.
 
     wrong  why waiting for it is no use: its certificate, say; empty where it may just be down
+    last   what its last failure was, in words; empty while it is alive
     """
 
-    __slots__ = ("address", "failures", "free_at", "in_flight", "leaving_until", "probe_at", "probing", "wrong")
+    __slots__ = ("address", "failures", "free_at", "in_flight", "last", "leaving_until", "probe_at", "probing", "wrong")
 
     def __init__(self, address: str):
         self.address = address
@@ -52,14 +54,21 @@ class Endpoint:
         self.probe_at: float | None = None
         self.probing = False
         self.wrong = ""
+        self.last = ""
 
     def __repr__(self) -> str:
-        state = "alive" if self.probe_at is None else self.wrong or f"ejected after {self.failures} failures"
-        return f"<{self.address}: {state}, {self.in_flight} in flight>"
+        return f"<{self.address}: {self._state}, {self.in_flight} in flight>"
+
+    @property
+    def _state(self) -> str:
+        if self.probe_at is None:
+            return "alive"
+        times = f"{self.failures} failure{'s' if self.failures > 1 else ''}"
+        return self.wrong or f"ejected after {times}{', the last: ' if self.last else ''}{self.last}"
 
 
-def _why(endpoint: Endpoint, error: TlsFailed) -> str:
-    return str(error).removeprefix(f"cannot connect to {endpoint.address}: ")
+def _why(endpoint: Endpoint, error: ZlClientError) -> str:
+    return str(error).removeprefix(f"cannot connect to {endpoint.address}: ").removesuffix(RUNNING)
 
 
 class Balancer:
@@ -114,8 +123,10 @@ class Balancer:
         """Prefer the others for a while: the server at the end of the connection drains."""
         endpoint.leaving_until = now + LEAVING_S
 
-    def lost(self, endpoint: Endpoint, now: float) -> None:
+    def lost(self, endpoint: Endpoint, now: float, error: ZlClientError | None = None) -> None:
         """Eject an endpoint whose connection failed; the first probe is due at once."""
+        if error is not None:
+            endpoint.last = _why(endpoint, error)
         if endpoint.probe_at is None:  # the other requests on the same connection tell the same story
             endpoint.failures = 1
             endpoint.probe_at = now
@@ -142,12 +153,13 @@ class Balancer:
 
     def alive(self, endpoint: Endpoint) -> None:
         """Take an endpoint back: a probe was answered."""
-        endpoint.probing, endpoint.probe_at, endpoint.failures, endpoint.wrong = False, None, 0, ""
+        endpoint.probing, endpoint.probe_at, endpoint.failures, endpoint.wrong, endpoint.last = False, None, 0, "", ""
 
     def dead(self, endpoint: Endpoint, now: float, error: ZlClientError | None = None) -> None:
         """Note that a probe failed; the next comes after a delay that doubles up to half a minute."""
         endpoint.probing = False
-        endpoint.wrong = _why(endpoint, error) if isinstance(error, TlsFailed) else ""
+        endpoint.last = endpoint.last if error is None else _why(endpoint, error)
+        endpoint.wrong = endpoint.last if isinstance(error, TlsFailed) else ""
         endpoint.probe_at = now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (endpoint.failures - 1))
         endpoint.failures += 1
 
@@ -202,7 +214,7 @@ class Retry:
             again = len(balancer.endpoints) > 1
         elif isinstance(error, ConnectionFailed | StreamBroken):
             if not stale:
-                balancer.lost(endpoint, now)
+                balancer.lost(endpoint, now, error)
         elif isinstance(error, Overloaded):
             balancer.busy(endpoint, now, error.retry_after or BUSY_S)
         elif isinstance(error, Draining) and (served or stale):
@@ -211,7 +223,7 @@ class Retry:
             balancer.busy(endpoint, now, error.retry_after or LEAVING_S)
         else:
             if isinstance(error, TimedOut) and not stale:
-                balancer.lost(endpoint, now)  # a ping will tell whether it is there
+                balancer.lost(endpoint, now, error)  # a ping will tell whether it is there
             again = False
         self._left -= 1
         self.last = error

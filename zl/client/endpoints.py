@@ -18,6 +18,9 @@ from zl.address import (
 )
 from zl.client.errors import ConnectionFailed, TlsFailed
 
+RUNNING = "; is a server running there? (zl serve)"
+"""What to look at where nobody answers at an address."""
+
 _TLS_HEADER_BYTES = 5
 """Of a record; before it has as many, a TLS server says nothing."""
 
@@ -65,7 +68,7 @@ def failure(tried: list[Target], error: OSError, ca_file: str = "") -> Connectio
         reason = "no answer in time"
     elif error.errno is not None and error.errno > 0:  # the system's; names that are not found have negative ones
         reason = os.strerror(error.errno)  # asyncio puts words of its own into strerror
-    return ConnectionFailed(f"cannot connect to {where}: {reason}; is a server running there? (zl serve)")
+    return ConnectionFailed(f"cannot connect to {where}: {reason}{RUNNING}")
 
 
 def broke(error: OSError) -> str:

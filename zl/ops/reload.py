@@ -22,6 +22,9 @@ LIVE = frozenset({
 })  # fmt: skip
 """The settings that a reload can change; all others are decided at start."""
 
+FILES = ("log_file", "access_log", "audit_log")
+"""The settings whose files whoever serves opens anew at each reload, changed or not: a rotator may have moved them."""
+
 SECRET = frozenset({"auth_token"})
 
 
@@ -66,7 +69,8 @@ class Reloader:
             return False
         self.settings = wanted
         taken = changed(old, wanted)
-        event(log, logging.INFO, "reloaded", changed=",".join(taken) or "nothing")
+        opened = [name for name in FILES if getattr(wanted, name) not in ("", "off")]
+        event(log, logging.INFO, "reloaded", changed=",".join(taken) or "nothing", reopened=",".join(opened) or None)
         for name in waiting:
             event(log, logging.WARNING, f"{name} has changed and needs a restart", setting=name,
                   **_values(name, old, new))  # fmt: skip
