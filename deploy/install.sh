@@ -15,7 +15,7 @@ usage: install.sh [options] [-- PIP-OPTIONS]
   --python PROGRAM   Python 3.11 to 3.13 (default python3)
   --cuda, --no-cuda  with what a GPU needs (default: where a GPU driver is loaded)
   --uninstall        remove it; /etc/zl, /var/lib/zl, /var/cache/zl and /var/log/zl stay
-  --purge            with --uninstall: these too
+  --purge            with --uninstall: these too; also after an --uninstall that left them
 Options after -- go to pip, for example: -- --no-index --find-links ./wheels
 TEXT
 }
@@ -43,7 +43,7 @@ pip_options=("$@")
 [[ $prefix == /?* && $prefix != *..* ]] || die "--prefix $prefix: must be an absolute path other than /"
 prefix=${prefix%/}
 if [ -n "$root" ]; then
-  mkdir -p "$root" && root=$(realpath "$root") || die "--root $root: cannot be made"
+  root=$(realpath -m "$root")
   [ "$root" != / ] || root=''
 fi
 at=$root$prefix
@@ -52,8 +52,24 @@ units=/usr/local/lib/systemd/system
 script=$(realpath "$0")
 source=$(dirname "$(dirname "$script")")
 
+purge() {
+  rm -rf -- "$root"/etc/zl "$root"/var/lib/zl "$root"/var/cache/zl "$root"/var/log/zl
+  if [ -z "$root" ] && getent passwd zl >/dev/null; then userdel zl || true; fi
+}
+
 remove() {
-  [ -f "$manifest" ] || die "$at: no installation of this script"
+  if [ ! -f "$manifest" ]; then
+    link=$root/usr/local/bin/zl
+    if [ -L "$link" ]; then
+      other=$(dirname "$(dirname "$(readlink -m "$link")")")
+      die "nothing is installed at $at, but $link leads to $other: --prefix ${other#"$root"}"
+    fi
+    [ -n "$purge" ] || die "nothing that this script installed is at $at; --prefix names another place"
+    [ ! -e "$root$units/zl.service" ] || die "$units/zl.service was not installed by this script: remove what uses /etc/zl first"
+    purge
+    say "removed what an earlier --uninstall left"
+    return
+  fi
   if [ -z "$root" ] && [ -d /run/systemd/system ]; then
     names=$(sed -n "s,^$units/,,p" "$manifest" | grep -v '@' || true)
     running=$(systemctl list-units --plain --no-legend 'zl@*' | cut -d' ' -f1 || true)
@@ -69,10 +85,7 @@ remove() {
   done <"$manifest"
   rm -rf -- "$at/releases" "$at/current" "$at/share"
   rmdir --ignore-fail-on-non-empty -- "$at/bin" "$at"
-  if [ -n "$purge" ]; then
-    rm -rf -- "$root"/etc/zl "$root"/var/lib/zl "$root"/var/cache/zl "$root"/var/log/zl
-    if [ -z "$root" ] && getent passwd zl >/dev/null; then userdel zl || true; fi
-  fi
+  [ -z "$purge" ] || purge
   if [ -z "$root" ] && [ -d /run/systemd/system ]; then systemctl daemon-reload; fi
   say "removed from $at"
 }
@@ -88,6 +101,13 @@ fi
 version=$("$python" -c 'import ensurepip, sys; print("%d.%d" % sys.version_info[:2])') ||
   die "$python: needs the venv module: apt install python3-venv"
 case $version in 3.11 | 3.12 | 3.13) ;; *) die "$python is Python $version; zl needs 3.11 to 3.13: --python PROGRAM" ;; esac
+# What is given is looked at before anything is made.
+if [ -n "$wheel" ]; then
+  [ -f "$wheel" ] || die "--wheel $wheel: no such file"
+  [[ ${wheel##*/} == zl-*-py3-none-any.whl ]] || die "--wheel $wheel: no wheel of zl"
+else
+  [ -f "$source/pyproject.toml" ] || die "$source: no source of zl here; give --wheel FILE"
+fi
 mkdir -p "$at" 2>/dev/null && [ -w "$at" ] || die "$at cannot be written: run as root, or give --root or --prefix"
 exec 9<"$at"
 flock -n 9 || die "$at: another install.sh is at work"
@@ -103,7 +123,6 @@ constraints=()
 if [ "$cuda" = no ] && [ -f "$source/constraints/cpu.txt" ]; then constraints=(-c "$source/constraints/cpu.txt"); fi
 
 if [ -z "$wheel" ]; then
-  [ -f "$source/pyproject.toml" ] || die "$source: no source of zl here; give --wheel FILE"
   say "building a wheel"
   mkdir "$scratch/source" "$scratch/wheel"
   tar -C "$source" -c --exclude=.git --exclude='.venv*' --exclude=build --exclude='*.egg-info' --exclude=__pycache__ \
@@ -112,10 +131,7 @@ if [ -z "$wheel" ]; then
   SOURCE_DATE_EPOCH=946684800 "$scratch/maker/bin/pip" wheel --quiet --no-deps -w "$scratch/wheel" "$scratch/source"
   wheel=$(echo "$scratch"/wheel/zl-*.whl)
 fi
-[ -f "$wheel" ] || die "--wheel $wheel: no such file"
-name=$(basename "$wheel")
-[[ $name == zl-*-py3-none-any.whl ]] || die "$wheel: no wheel of zl"
-release=$(echo "$name" | cut -d- -f2)
+release=$(basename "$wheel" | cut -d- -f2)
 hash=$({ sha256sum <"$wheel"; cat "${constraints[@]:1}" /dev/null; echo "$version $cuda ${pip_options[*]-}"; } | sha256sum)
 release=$release-${hash:0:12}
 

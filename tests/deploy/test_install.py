@@ -139,14 +139,33 @@ def test_another_prefix_purge_and_an_interrupted_install(tmp_path, wheels):
     assert not (root / "var/lib/zl").exists()
 
 
+def test_purge_after_an_uninstall_takes_what_that_left_and_no_other_installation_s(tmp_path, wheels):
+    root = tmp_path / "root"
+    options = ["--prefix", "/srv/llm", "--wheel", wheels["1.0.0"], "--", "--no-deps", "--no-index"]
+    install(root, *options)
+    said = install(root, "--uninstall", "--purge", ok=False)  # the wrong prefix
+    assert f"nothing is installed at {root}/opt/zl, but " in said
+    assert said.strip().endswith("--prefix /srv/llm")
+    assert (root / "etc/zl/zl.toml").exists() == (ROOT / "systemd").is_dir()
+    install(root, "--prefix", "/srv/llm", "--uninstall")
+    (root / "etc/zl").mkdir(parents=True, exist_ok=True)
+    (root / "var/log/zl").mkdir(parents=True)
+    assert "nothing that this script installed is at" in install(root, "--uninstall", ok=False)
+    for _ in range(2):
+        assert "removed what an earlier --uninstall left" in install(root, "--uninstall", "--purge")
+    assert not (root / "etc/zl").exists()
+    assert not (root / "var/log/zl").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--prefix", "opt"], "absolute path"),
         (["--wheel", "/none.whl"], "no such file"),
+        (["--wheel", __file__], "no wheel of zl"),
         (["--frobnicate"], "unknown option --frobnicate"),
         (["--purge"], "goes with --uninstall"),
-        (["--uninstall"], "no installation"),
+        (["--uninstall"], "--prefix names another place"),
         (["--python", "/bin/false"], "venv module"),
     ],
 )
@@ -154,3 +173,4 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, arguments, says):
     said = install(tmp_path / "root", *arguments, ok=False)
     assert says in said
     assert len(said.strip().splitlines()) == 1, said
+    assert not (tmp_path / "root").exists()  # nothing was made before that was found
