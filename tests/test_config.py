@@ -188,6 +188,8 @@ def test_what_others_call_the_address_says_what_it_is_here(write):
     for name in ("port", "host"):
         with pytest.raises(ConfigError, match=rf":2: unknown key '{name}' in \[server\]: that is listen = 'tcp:127\."):
             load(file=write(f"[server]\n{name} = 7533\n"), environ={})
+        with pytest.raises(ConfigError, match=rf":1: unknown key '{name}': that is listen = 'tcp:.*' in \[server\]"):
+            load(file=write(f"{name} = 7533\n"), environ={})
         with pytest.raises(ConfigError, match=rf"ZL_{name.upper()}: that is ZL_LISTEN=tcp:127\.0\.0\.1:7433"):
             load(environ={f"ZL_{name.upper()}": "7533"})
     assert load(file=write("[server]\nlisten = 'tcp:127.0.0.1:7433'\n"), environ={}).listen == ("tcp:127.0.0.1:7433",)

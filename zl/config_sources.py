@@ -44,14 +44,13 @@ def from_file(
     for section, table in tables.items():
         if section not in named or not isinstance(table, dict):
             kind = "table" if isinstance(table, dict) else "key"
-            what = _misplaced(section, "", sections) or f"unknown {kind} {section!r}{_suggest(section, named)}"
+            close = _meant(section, sections, instead) or _suggest(section, named)
+            what = _misplaced(section, "", sections) or f"unknown {kind} {section!r}{close}"
             raise ConfigError(f"{path}:{_line_of(text, '', section)}: {what} (tables: {', '.join(named)})")
         for key, value in table.items():
             where = f"{path}:{_line_of(text, section, key)}"
             if sections.get(key) != section:
-                meant, example = instead.get(key, ("", ""))
-                close = f": that is {meant} = {example!r} in [{sections[meant]}]" if meant else ""
-                nearest = close or _nearest(key, section, sections)
+                nearest = _meant(key, sections, instead) or _nearest(key, section, sections)
                 what = _misplaced(key, section, sections) or f"unknown key {key!r} in [{section}]{nearest}"
                 raise ConfigError(f"{where}: {what}")
             yield key, where, value
@@ -86,6 +85,12 @@ def _nearest(key: str, section: str, sections: Mapping[str, str]) -> str:
     own = _suggest(key, [name for name, its in sections.items() if its == section])
     close = [] if own else difflib.get_close_matches(key, sections, n=1)
     return own or (f": did you mean {close[0]!r} in [{sections[close[0]]}]?" if close else "")
+
+
+def _meant(key: str, sections: Mapping[str, str], instead: Instead) -> str:
+    """Say which setting is meant by a name that is used for it elsewhere; "" where there is none."""
+    meant, example = instead.get(key, ("", ""))
+    return f": that is {meant} = {example!r} in [{sections[meant]}]" if meant else ""
 
 
 def _misplaced(key: str, section: str, sections: Mapping[str, str]) -> str:

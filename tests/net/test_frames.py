@@ -65,6 +65,7 @@ def test_the_limit_itself_is_allowed():
     [(method + b" / HTTP/1.1\r\n", "this is an HTTP request") for method in
      (b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"DELETE", b"PATCH", b"CONNECT", b"TRACE", b"PRI")]
     + [(b"HTTP/1.0 400 Bad Request\r\n", "this is HTTP: another server has this port"),
+       (b"<!DOCTYPE html>", "this is HTTP: another server has this port"),
        (b"SSH-2.0-x\r\n", "this is SSH"),
        (b"\x16\x03\x01\x02\x00\x01", "this is a TLS handshake, and this address speaks plain frames: write tcp:")],
 )  # fmt: skip

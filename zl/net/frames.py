@@ -55,9 +55,12 @@ _HTTP_REQUEST = (
     "on a port of their own, 9433 where none is set"
 )
 _HTTP_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC", b"CONN", b"TRAC", b"PRI ")
-_STARTS = dict.fromkeys(_HTTP_METHODS, _HTTP_REQUEST) | {
-    b"HTTP": "this is HTTP: another server has this port, or it is the one of zl's metrics (9433 where none is set); "
-    "zl's own is 7433 where none is set",
+_HTTP_ANSWER = (
+    "this is HTTP: another server has this port, or it is the one of zl's metrics (9433 where none is set); "
+    "zl's own is 7433 where none is set"
+)
+_HTTP_ANSWERS = (b"HTTP", b"<!DO", b"<htm", b"<HTM")  # a server that took our frame for HTTP/0.9 sends a bare page
+_STARTS = dict.fromkeys(_HTTP_METHODS, _HTTP_REQUEST) | dict.fromkeys(_HTTP_ANSWERS, _HTTP_ANSWER) | {
     b"SSH-": "this is SSH: another server has this port; zl's is 7433 where none is set",
 }
 _TLS_HANDSHAKE = b"\x16\x03"  # a record of type handshake, version 3.x (RFC 8446, section 5.1)

@@ -95,7 +95,7 @@ class Net:
         if now < self._warned_at + WARNING_S:
             return
         self._warned_at = now
-        log.warning("%d connections, and the limit of %d open files is reached: further ones will be reset; raise "
+        log.warning("%d connections, close to the limit of %d open files: those beyond it will be reset; raise "
                     "LimitNOFILE= in the unit, or ulimit -Hn where zl is started by hand",
                     len(self.connections), self._max_files)  # fmt: skip
 
