@@ -16,7 +16,8 @@ import pytest
 
 from tests.certificates import make
 from tests.fake_server import FakeServer
-from zl.net.codec import decode_request, encode_request, encode_tokens, pack_tokens
+from zl.errors import Code, RequestError
+from zl.net.codec import decode_request, encode_error, encode_request, encode_tokens, pack_tokens
 from zl.net.frames import PING
 from zl.tools.netcat import exchange
 
@@ -145,6 +146,28 @@ def test_nc_gives_up_on_a_server_that_says_nothing():
     assert b"silent for too long" in done.stderr
 
 
+@pytest.mark.parametrize("pongs", [b"", PING])
+def test_nc_says_when_a_ping_is_not_answered(tmp_path, pongs):
+    path = str(tmp_path / "s")
+
+    def close_on_pings(sock: socket.socket) -> None:
+        with sock, sock.accept()[0] as peer:
+            peer.recv(100)
+            peer.sendall(pongs)
+            peer.shutdown(socket.SHUT_WR)
+            peer.recv(100)
+
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    thread = threading.Thread(target=close_on_pings, args=(listening,))
+    thread.start()
+    done = zl("nc", f"unix:{path}", stdin=PING * 2)
+    thread.join()
+    assert (done.returncode, done.stdout) == (4, b"pong\n" if pongs else b"")
+    assert b"instead of answering a ping" in done.stderr
+
+
 def test_nc_without_a_server_ends_with_4_and_wrong_use_with_2(tmp_path):
     assert zl("nc", f"unix:{tmp_path}/none").returncode == 4
     assert zl("nc", "localhost").returncode == 2
@@ -214,6 +237,12 @@ def test_a_pipe_of_the_three_explains_an_answer(server):
     assert lines[0].startswith("from the server")
     assert lines[-1] == "fine"
     assert any("text (LEN field 5): 6 bytes: 'hello '" in line for line in lines)
+
+
+def test_dissect_shows_what_an_error_says_whole():
+    words = "messages[0]: 812 tokens and 300 to generate are more than the 1,024 that this server has room for, café"
+    answer = encode_error(RequestError(Code.LIMIT_EXCEEDED, words), 1)
+    assert words in zl("dissect", "-", stdin=answer).stdout.decode()
 
 
 def test_dissect_names_what_is_wrong_and_ends_with_1(tmp_path):

@@ -6,6 +6,8 @@ import asyncio
 import shutil
 import socket
 import ssl
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,29 @@ def test_files_that_do_not_fit_say_so(tmp_path):
     wrong.write_text("hello")
     with pytest.raises(ConfigError, match="cannot be used"):
         tls_context(str(wrong), str(wrong))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "words"),
+    [
+        ("one", "two.key", "the key is another certificate's"),
+        ("one", "locked.key", "the key has a password"),
+        ("one.key", "one.key", "the first has no PEM certificate"),
+        ("one", "one", "the second has no whole PEM key"),
+        ("one", "half.key", "the second has no whole PEM key"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_told_apart_and_nobody_is_asked_for_a_password(
+    pairs, tmp_path, certificate, key, words
+):
+    paths = {"one": pairs["one"][0], "one.key": pairs["one"][1], "two.key": pairs["two"][1]}
+    paths |= {name: str(tmp_path / name) for name in ("locked.key", "half.key")}
+    lock = ["openssl", "pkey", "-in", paths["one.key"], "-aes256", "-passout", "pass:x", "-out", paths["locked.key"]]
+    subprocess.run(lock, check=True, capture_output=True)
+    whole = Path(paths["one.key"]).read_text()
+    Path(paths["half.key"]).write_text(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=words):
+        tls_context(paths[certificate], paths[key])
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ Send the bytes of files, or of stdin, to a server as they are, close the sending
 on one side alone, only when all is answered), and print what comes back: text
 (each answer in turn, pongs as "pong"), one JSON object a frame, or the raw bytes. Errors are lines on stderr.
 
-Exit status: 0 every request was answered; 3 some request ended with an error; 4 no connection, or it broke or went
-silent before every answer was complete; 2 wrong use.
+Exit status: 0 every request and ping was answered; 3 some request ended with an error; 4 no connection, or it broke or
+went silent before every answer was complete; 2 wrong use.
 """
 EPILOG = """\
 examples:

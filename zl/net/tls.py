@@ -21,11 +21,36 @@ def tls_context(certificate: str, key: str) -> ssl.SSLContext:
             raise ConfigError(f"TLS: {path!r} is no file; give a PEM certificate chain and its PEM key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    encrypted = False
+
+    def no_password() -> str:
+        # Without this function OpenSSL asks the terminal, and waits, in a running server too.
+        nonlocal encrypted
+        encrypted = True
+        return ""
+
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, no_password)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"TLS: certificate {certificate!r} with key {key!r} cannot be used: {error}") from None
+        pair = f"TLS: certificate {certificate!r} with key {key!r} cannot be used"
+        raise ConfigError(f"{pair}: {_why(error, certificate, encrypted)}") from None
     return context
+
+
+def _why(error: Exception, certificate: str, encrypted: bool) -> str:
+    """Say what is wrong with a pair, where OpenSSL says no more than that something is."""
+    if isinstance(error, ssl.SSLError):
+        if encrypted:
+            return "the key has a password, which zl cannot ask for; take it off (openssl pkey -in KEY -out NEW_KEY)"
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "the key is another certificate's; give the two that were made together"
+        if error.reason is None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(certificate)
+            except ssl.SSLError:
+                return "the first has no PEM certificate in it (-----BEGIN CERTIFICATE-----)"
+            return "the second has no whole PEM key in it (-----BEGIN PRIVATE KEY-----)"
+    return str(error)
 
 
 class Certificate:

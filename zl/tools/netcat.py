@@ -68,10 +68,17 @@ class Sent:
         self._open = 0  # requests and pings without an answer
         self._changed = threading.Condition()
         self.expected: list[int] = []
+        self.n_pings = 0  # without a pong
         self.error = ""
 
+    def ponged(self) -> None:
+        """Note that a ping has come back."""
+        with self._changed:
+            self.n_pings -= 1
+        self.answered()
+
     def answered(self) -> None:
-        """Note that a request has ended, or a ping come back."""
+        """Note that a request has ended."""
         with self._changed:
             self._open -= 1
             self._changed.notify_all()
@@ -107,6 +114,7 @@ class Sent:
             for event in self._decoder.feed(data):
                 if isinstance(event, Ping):
                     self._open += 1
+                    self.n_pings += 1
                 elif isinstance(event, Payload):
                     try:
                         request = decode_request(event.data)
@@ -129,7 +137,7 @@ def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> 
                     return _fail(f"the server does not speak zl's protocol: {event}")
                 if isinstance(event, Ping):
                     printer.pong()
-                    sent.answered()
+                    sent.ponged()
                     continue
                 response = decode_response(event.data)
                 printer.response(response)
@@ -148,11 +156,15 @@ def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> 
     printer.close()
     cut = decoder.eof()
     # After an error of the connection itself (id 0) the server owes no further answers.
-    missing = [] if status == REFUSED and 0 in ended else _without(sent.expected, ended)
+    owed = not (status == REFUSED and 0 in ended)
+    missing = _without(sent.expected, ended) if owed else []
     if not closing and cut is not None:
         closing = str(cut)
     if not closing and missing:
         closing = f"the server closed the connection before request {missing[0]} was answered"
+    if not closing and owed and sent.n_pings > 0:
+        closing = ("the server closed the connection instead of answering a ping: it drains, its engine stands still, "
+                   "or it is not zl's port")  # fmt: skip
     if closing:
         return _fail(closing)
     return _fail(sent.error) if sent.error else status

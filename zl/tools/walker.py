@@ -251,15 +251,15 @@ class Walker:
             content.decode()
         except UnicodeDecodeError as error:
             raise Wrong(at + error.start, "invalid UTF-8 in a string field") from None
-        return bytes_text(content)
+        return bytes_text(content, len(content))  # an error's words or a name, no payload: whole
 
 
-def bytes_text(content: bytes) -> str:
-    """Show bytes as text where they are UTF-8, in hexadecimal otherwise; long ones end in `…`."""
+def bytes_text(content: bytes, longest: int = _SHOWN) -> str:
+    """Show bytes as text where they are UTF-8, in hexadecimal otherwise; more than `longest` characters end in `…`."""
     try:
         text = content.decode()
-        shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN])
-        rest = "…" if len(text) > _SHOWN else ""
+        shown = repr(text[:longest])
+        rest = "…" if len(text) > longest else ""
     except UnicodeDecodeError:
         shown, rest = content[:_SHOWN // 2].hex(" "), "…" if len(content) > _SHOWN // 2 else ""
     return f"{len(content)} bytes: {shown}{rest}" if content else "0 bytes"
