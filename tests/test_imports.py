@@ -51,6 +51,7 @@ NEVER: dict[str, set[str]] = {
     "zl.net.session": {"asyncio", "torch", "numpy", "zl.dispatch"},
     "zl.net.host": {"asyncio", "torch", "zl.text", "zl.dispatch"},
     "zl.net.hangup": {"torch", "zl.text", "zl.dispatch"},
+    "zl.net.peer": {"asyncio", "torch", "zl.text", "zl.dispatch"},
     "zl.net.protocol": {"torch", "zl.text", "zl.dispatch"},
     "zl.net.tls": {"torch", "asyncio", "zl.gpu", "zl.dispatch"},
     "zl.net.listen": {"zl.gpu", "zl.dispatch", "torch"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import shutil
 import ssl
 from typing import Any
@@ -591,6 +592,19 @@ def test_a_steps_frames_leave_in_one_write_of_bytes(tmp_path):
             conn.close()
 
     run(main())
+
+
+@both_loops
+def test_a_connection_knows_who_its_peer_is(tmp_path, kind):
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            tcp, _ = await served.peer(), await served.peer("unix")
+            await served.until(lambda: len(served.net.connections) == 2)
+            host, port = tcp.writer.get_extra_info("sockname")
+            named = {conn.name.partition("-")[0]: conn.peer for conn in served.net.connections}
+            assert named == {"tcp": f"{host}:{port}", "unix": f"uid {os.getuid()}"}
+
+    run(main(), kind)
 
 
 # --- TLS --------------------------------------------------------------------------------------------------------------

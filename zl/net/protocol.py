@@ -20,6 +20,7 @@ from zl.net import codec
 from zl.net.frames import PING, cut_short, payload_length
 from zl.net.hangup import HangupWatch
 from zl.net.host import Application, Berth, Berths, Limits, NetCounters
+from zl.net.peer import peer_of
 from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Submit
 from zl.shapes import HEADER_BYTES
 
@@ -100,6 +101,7 @@ class Connection(asyncio.BufferedProtocol):
         self._session = Session(net.auth_token, net.decode)
         self._transport: asyncio.Transport | None = None
         self.name = ""  # for the logs: its kind and number
+        self.peer = ""  # for the logs: who it is
         self._fd = -1
         self._tls = False
         self._header = memoryview(bytearray(HEADER_BYTES))
@@ -174,6 +176,7 @@ class Connection(asyncio.BufferedProtocol):
         self._counters.connections_total += 1
         kind = "tls" if self._tls else "unix" if sock is not None and sock.family == socket.AF_UNIX else "tcp"
         self.name = f"{kind}-{self._counters.connections_total}"
+        self.peer = peer_of(sock, transport.get_extra_info("peername"))
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._target
@@ -352,7 +355,7 @@ class Connection(asyncio.BufferedProtocol):
                 case Send(data, code, refused):
                     self._counters.errors[code] += 1
                     self._turned_away = self._turned_away or code is Code.DRAINING
-                    if refused is not None:
+                    if refused is not None or code is Code.BAD_FRAME:
                         self._app.refused(self, refused, code)
                     self._put(data)
                     self._flush_soon()
