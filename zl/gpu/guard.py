@@ -72,7 +72,7 @@ class Guard(Guarded):
         self._packed_well = False
         self._recapture_at = 0.0
         self._vain_at = -RETRY_S  # the newest check for a row that stayed what it was: not finite
-        self._mender = Mender(native, columns, slots, shapes, self.counters, self._computes, self._alive)
+        self._mender = Mender(native, columns, slots, shapes, self.counters)
         self._seq = 0
         self._slot = 0
         self._flight: int | None = None
@@ -98,7 +98,7 @@ class Guard(Guarded):
         self._seq += 1
         self._slot = slot
         try:
-            self._mender.heal(slot)
+            self._mender.heal(slot, self._engine, self._alive)
             if self._fallback is None:
                 self._flight = self._native.launch(slot)
         except Exception as failure:  # whatever it was: the fallback tells a broken program from a broken plan
@@ -177,7 +177,8 @@ class Guard(Guarded):
 
     def _again(self, slot: int) -> None:
         """Compute the rows that gave no result again; note where that was in vain."""
-        self._mender.again(slot, thorough=self._clock() >= self._vain_at + RETRY_S)
+        thorough = self._clock() >= self._vain_at + RETRY_S
+        self._mender.again(slot, self._engine, self._alive, thorough=thorough)
         if len(self._mender.lost(slot)):
             self._vain_at = self._clock()
 
@@ -267,11 +268,12 @@ class Guard(Guarded):
 
     def _compute(self, slot: int) -> None:
         assert self._fallback is not None
-        self._mender.heal(slot)
+        self._mender.heal(slot, self._fallback, self._alive)
         self._fallback.wait(self._fallback.launch(slot))
         self._again(slot)
 
-    def _computes(self) -> Computes:
+    @property
+    def _engine(self) -> Computes:
         return self._native if self._fallback is None else self._fallback
 
     def _alive(self) -> None:

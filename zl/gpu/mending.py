@@ -60,8 +60,8 @@ class Mender:
     """Mend rows over a native step's pages and state; a guard says when. All calls on the engine thread.
 
     slots   the last one is planned in here
-    engine  gives what computes now: the native step or the fallback over it
-    alive   called after each step computed here: mending takes seconds in which no step of the loop ends
+    engine  everywhere, what computes now: the native step or the fallback over it
+    alive   everywhere, called after each step computed here: mending takes seconds in which no step of the loop ends
     """
 
     def __init__(
@@ -71,11 +71,9 @@ class Mender:
         slots: list[StepSlot],
         shapes: Shapes,
         counters: GuardCounters,
-        engine: Callable[[], Computes],
-        alive: Callable[[], None],
     ):
         self._native, self._columns, self._slots, self._shapes = native, columns, slots, shapes
-        self._counters, self._engine, self._alive = counters, engine, alive
+        self._counters = counters
         self._own = len(slots) - 1
         self._memory = KVMemory(native)
         self._drawn = np.full((shapes.max_rows, shapes.max_model_len + 1), -1, np.int32)  # touched now
@@ -93,7 +91,7 @@ class Mender:
         self._suspect.fill(True)
         self._sound_pages.clear()
 
-    def heal(self, slot: int) -> None:
+    def heal(self, slot: int, engine: Computes, alive: Callable[[], None]) -> None:
         """Before a step, mend what its suspect rows would read: each row once after a retirement.
 
         A row that begins on constant pages has them computed again, so that it owes nothing to the damaged program. A
@@ -109,12 +107,12 @@ class Mender:
             self._suspect[row] = False
             if not begins:
                 self._restore(row, start)
-                self._mend_kv(row, start, begins)
+                self._mend_kv(row, start, begins, engine, alive)
             elif start:
                 pages = self._columns.page_table[row, : pages_for(start)].tolist()
                 if not self._sound_pages.issuperset(pages):
                     self._sound_pages.update(pages)
-                    self._rebuild(row, start, begins)
+                    self._rebuild(row, start, begins, engine, alive)
 
     def lost(self, slot: int) -> np.ndarray:
         """List the segments of a step that gave no result though one was due, int [n].
@@ -124,7 +122,7 @@ class Mender:
         plan = self._slots[slot]
         return np.flatnonzero(plan.out_flags[: int(plan.n_segs[0])] & (NUMERIC | SKIPPED))
 
-    def again(self, slot: int, *, thorough: bool) -> None:
+    def again(self, slot: int, engine: Computes, alive: Callable[[], None], *, thorough: bool) -> None:
         """Compute the segments that gave no result once more, after their rows were mended: alone, into the same slot.
 
         Damage that has struck a row's own pages or state ends here, unseen by anybody. What gives no result then either
@@ -138,19 +136,21 @@ class Mender:
             return
         plan, n_lost = self._slots[slot], len(lost)
         for s in lost:
-            self._mend_kv(int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST))
-        self._repeat(slot, lost)
+            row, start, begins = int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
+            self._mend_kv(row, start, begins, engine, alive)
+        self._repeat(slot, lost, engine, alive)
         left = self.lost(slot).tolist()
         for s in left if thorough else ():
-            if plan.seg_start[s] and s in left:
-                self._rebuild(int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST))
-                self._repeat(slot, left)
+            row, start, begins = int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
+            if start and s in left:
+                self._rebuild(row, start, begins, engine, alive)
+                self._repeat(slot, left, engine, alive)
                 left = self.lost(slot).tolist()
                 if s in left:
                     break
         self._counters.saved_rows += n_lost - len(left)
 
-    def _repeat(self, slot: int, segs: list[int]) -> None:
+    def _repeat(self, slot: int, segs: list[int], engine: Computes, alive: Callable[[], None]) -> None:
         """Compute some segments of a step again and put their results in its slot."""
         plan, own, n = self._slots[slot], self._slots[self._own], len(segs)
         for s in segs:
@@ -159,7 +159,7 @@ class Mender:
         own.n_segs[0] = n
         own.seg_row[:n], own.seg_flags[:n] = plan.seg_row[segs], plan.seg_flags[segs]
         own.seg_start[:n], own.seg_len[:n] = plan.seg_start[segs], plan.seg_len[segs]
-        self._compute_own()
+        self._compute_own(engine, alive)
         plan.out_token[segs], plan.out_logprob[segs] = own.out_token[:n], own.out_logprob[:n]
         plan.out_flags[segs] = own.out_flags[:n]
 
@@ -173,15 +173,15 @@ class Mender:
         native.seen[row] = 0
         native.filter.add(native.seen[row], np.concatenate([native.prompt_ids[row, :n_prompt], drawn]))
 
-    def _mend_kv(self, row: int, start: int, begins: bool) -> None:
+    def _mend_kv(self, row: int, start: int, begins: bool, engine: Computes, alive: Callable[[], None]) -> None:
         """Compute a row's KV before position `start` again if any of it is not finite, in any layer."""
         pages = self._columns.page_table[row, : pages_for(start)]
         if start % PAGE:
             self._memory.clear(int(pages[-1]), start % PAGE)
         if start and not self._memory.finite(pages):
-            self._rebuild(row, start, begins)
+            self._rebuild(row, start, begins, engine, alive)
 
-    def _rebuild(self, row: int, n_tokens: int, begins: bool) -> None:
+    def _rebuild(self, row: int, n_tokens: int, begins: bool, engine: Computes, alive: Callable[[], None]) -> None:
         """Compute a row's KV again up to `n_tokens`, from its prompt and the tokens drawn since.
 
         For that time the drawn tokens are part of the row's prompt; nobody else reads its length until the row is
@@ -200,12 +200,11 @@ class Mender:
                 plan.seg_row[0], plan.seg_start[0] = row, at
                 plan.seg_flags[0] = FIRST if begins and not at else 0
                 plan.seg_len[0] = min(self._shapes.step_tokens, n_tokens - at)
-                self._compute_own()
+                self._compute_own(engine, alive)
         finally:
             columns.prompt_len[row] = n_prompt
         self._counters.rebuilt_rows += 1
 
-    def _compute_own(self) -> None:
-        engine = self._engine()
+    def _compute_own(self, engine: Computes, alive: Callable[[], None]) -> None:
         engine.wait(engine.launch(self._own))
-        self._alive()
+        alive()
