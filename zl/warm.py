@@ -27,6 +27,7 @@ class Own:
     """A connection that ends here: it keeps the frames of our own requests."""
 
     name = "own"
+    peer = ""
 
     def __init__(self, n_requests: int) -> None:
         self.frames: list[bytes] = []

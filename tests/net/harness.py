@@ -70,8 +70,9 @@ class App:
         if not self.held:
             asyncio.get_running_loop().call_soon(self.step)
 
-    def refused(self, conn: Any, request: Request, code: Code) -> None:
-        self.refusals.append((request.request_id, code))
+    def refused(self, conn: Any, request: Request | None, code: Code) -> None:
+        if request is not None:
+            self.refusals.append((request.request_id, code))
 
     def cancel(self, conn: Any, request_id: int) -> None:
         self.cancelled.append(request_id)

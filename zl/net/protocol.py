@@ -21,6 +21,7 @@ from zl.net import codec
 from zl.net.frames import PING, cut_short, payload_length
 from zl.net.hangup import HangupWatch
 from zl.net.host import Application, Berth, Berths, Limits, NetCounters
+from zl.net.peer import peer_of
 from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Submit
 from zl.shapes import HEADER_BYTES
 
@@ -35,7 +36,10 @@ WARNING_S = 60.0
 """Longest silence of the log about that."""
 
 LAST_CALL_S = 1.0
-"""How long after it connected, began a frame or got an answer a peer is taken to be about to ask."""
+"""How long a peer that has connected or got an answer is taken to be about to ask."""
+
+TOLD_S = 0.25
+"""The same of one that has been told of the drain: what it had sent before it knew comes in."""
 
 # Why reading is paused; it resumes when no reason is left.
 _NO_BERTH = 1
@@ -101,11 +105,17 @@ class Net:
 
     @property
     def expecting(self) -> bool:
-        """Say whether a peer that does not know of a drain may be about to ask: it is to hear that no answer comes."""
-        since = self.loop.time() - LAST_CALL_S
-        if self._n_shaking_hands and self._accepted_at > since:
+        """Say whether a peer may be about to ask, not knowing of a drain: it is to hear that no answer comes."""
+        now = self.loop.time()
+        if self._n_shaking_hands and self._accepted_at > now - LAST_CALL_S:
             return True
-        return any(conn.is_about_to_ask(since) for conn in self.connections)
+        return any(conn.is_about_to_ask(now) for conn in self.connections)
+
+    @property
+    def telling(self) -> bool:
+        """Say whether a peer of an ended conversation may not have taken the last words yet."""
+        since = self.loop.time() - LAST_CALL_S
+        return any(conn.is_telling(since) for conn in self.connections)
 
     def close_connections(self) -> None:
         """End every conversation after what has been queued for it, cancelling what is still in flight."""
@@ -127,6 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         self._session = Session(net.auth_token, net.decode)
         self._transport: asyncio.Transport | None = None
         self.name = ""  # for the logs: its kind and number
+        self.peer = ""  # for the logs: who it is
         self.fd = -1
         self._tls = False
         self._header = memoryview(bytearray(HEADER_BYTES))
@@ -136,7 +147,7 @@ class Connection(asyncio.BufferedProtocol):
         self._berth: Berth | None = None
         self._read_ns = 0  # spent in callbacks on the frame on its way in
         self._begun_at = 0.0  # loop time at which the frame on its way in began
-        self._served_at = 0.0  # loop time of the last answer's end; before the first, of the connection
+        self._served_at = 0.0  # loop time of the last answer's or refusal's end; before the first, of the connection
         self._turned_away = False  # it has been told that the server drains
         self._frame_timer: asyncio.TimerHandle | None = None
         self._pauses = 0
@@ -183,10 +194,18 @@ class Connection(asyncio.BufferedProtocol):
         """Count the requests that have no last frame yet."""
         return self._session.n_in_flight
 
-    def is_about_to_ask(self, since: float) -> bool:
-        """Say whether the peer has been active `since` then, and may send more, not knowing that the server drains."""
-        silent = self._turned_away or self._peer_done or self._session.ended
-        return not silent and max(self._served_at, self._begun_at) > since
+    def is_about_to_ask(self, now: float) -> bool:
+        """Say whether the peer is within a frame, or has been active lately and may send another."""
+        if self._peer_done or self._session.ended:
+            return False
+        if self._got or self._berth is not None or self._pauses & _NO_BERTH:
+            return True
+        return now - max(self._served_at, self._begun_at) < (TOLD_S if self._turned_away else LAST_CALL_S)
+
+    def is_telling(self, since: float) -> bool:
+        """Say whether bytes wait to be sent, or the last answer was `since` then: the peer may still be reading it."""
+        transport = self._transport
+        return transport is not None and (self._served_at > since or transport.get_write_buffer_size() > 0)
 
     # -- called by asyncio -------------------------------------------------------------------------------------------
 
@@ -201,6 +220,7 @@ class Connection(asyncio.BufferedProtocol):
         self._counters.connections_total += 1
         kind = "tls" if self._tls else "unix" if sock is not None and sock.family == socket.AF_UNIX else "tcp"
         self.name = f"{kind}-{self._counters.connections_total}"
+        self.peer = peer_of(sock, transport.get_extra_info("peername"))
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._target
@@ -379,7 +399,8 @@ class Connection(asyncio.BufferedProtocol):
                 case Send(data, code, refused):
                     self._counters.errors[code] += 1
                     self._turned_away = self._turned_away or code is Code.DRAINING
-                    if refused is not None:
+                    self._served_at = self._net.loop.time()
+                    if refused is not None or code is Code.BAD_FRAME:
                         self._app.refused(self, refused, code)
                     self._put(data)
                     self._flush_soon()
