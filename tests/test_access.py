@@ -98,8 +98,11 @@ def test_every_refused_request_has_one_line_whoever_refused_it(logged):
     def ask(request_id, **fields):
         return codec.encode_request(**{"request_id": request_id, "messages": [SECRET], **fields})
 
+    peers: list[str] = []
+
     async def main() -> None:
         async with connected(bench.service) as (net, reader, writer):
+            peers.append("{}:{}".format(*writer.get_extra_info("sockname")))
             writer.write(ask(1, type=2) + ask(1))
             writer.write(ask(2, temperature=1_000.0, type=9) + ask(3, stop=[b"x"] * 5))
             writer.write(ask(4) + ask(5) + ask(6))  # one more than the rows and places that there are
@@ -109,6 +112,7 @@ def test_every_refused_request_has_one_line_whoever_refused_it(logged):
             writer.write(ask(7) + frame(b"\x00\x01"))
             await reader.read()  # to its end
         async with connected(bench.service, b"the secret") as (_, reader, writer):
+            peers.append("{}:{}".format(*writer.get_extra_info("sockname")))
             writer.write(ask(8, operation=codec.Operation.HELLO, auth_token=b"another secret", messages=[]))
             await reader.read()
 
@@ -120,12 +124,14 @@ def test_every_refused_request_has_one_line_whoever_refused_it(logged):
         (3, "CHAT", "limit_exceeded"),
         (6, "CHAT", "overloaded"),
         (7, "CHAT", "draining"),
-        (1, "CREATIVE", "disconnected"),  # by the frame that is no request, which has no id and no line
+        (None, None, "bad_frame"),  # which ends those that run
+        (1, "CREATIVE", "disconnected"),
         (4, "CHAT", "disconnected"),
         (5, "CHAT", "disconnected"),
         (8, None, "unauthenticated"),
     ]
     assert {line["connection"] for line in logged_lines} == {"tcp-1"}
+    assert {line["peer"] for line in logged_lines} == set(peers)
     assert all(("total_us" in line) == (line["outcome"] == "disconnected") for line in logged_lines)
 
 

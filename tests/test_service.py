@@ -34,6 +34,7 @@ class Conn:
     """What a connection is to the service: a queue of frames, and what it was told."""
 
     name = "tcp-1"
+    peer = "192.0.2.7:4000"
 
     def __init__(self):
         self.frames: list[codec.Response] = []

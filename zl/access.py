@@ -1,7 +1,7 @@
 """The access log: one line a request, finished or refused, with the figures of its `usage` and where its time went.
 
-Never the text of a prompt or an answer. The event-loop thread puts the job into the journal's queue and is done; the
-line is made on the journal's thread.
+A frame that is no request has one too. Never the text of a prompt or an answer. The event-loop thread puts the job into
+the journal's queue and is done; the line is made on the journal's thread.
 
 State: its journal. Refuses torch, asyncio, net and gpu.
 """
@@ -35,8 +35,9 @@ class _Ended(NamedTuple):
 class _Refused(NamedTuple):
     time_ns: int
     connection: str
-    request_id: int
-    type: int | None  # None: a HELLO or CANCEL, which has no profile
+    peer: str
+    request_id: int | None  # None: it was no request
+    type: int | None  # None: a HELLO or CANCEL, which has no profile, or no request
     outcome: str
 
 
@@ -44,16 +45,17 @@ class Access:
     """Log the requests of a server. Raises ConfigError: the file cannot be opened."""
 
     def __init__(self, path: str | Path, *, max_bytes: int, keep: int):
-        self.journal = Journal(path, self._lines, max_bytes=max_bytes, keep=keep)
+        self.journal = Journal(path, self._lines, max_bytes=max_bytes, keep=keep, setting="access_log")
 
     def ended(self, job: Job, at_ns: int) -> None:
         """Take a job that has ended, at a moment of time.perf_counter_ns; nothing of it may change any more."""
         self.journal.put(_Ended(time.time_ns(), at_ns, job))
 
-    def refused(self, conn: Any, request: Request, code: Code) -> None:
-        """Take a request that became no job."""
-        kind = None if request.operation else request.type  # GENERATE is 0
-        self.journal.put(_Refused(time.time_ns(), conn.name, request.request_id, kind, code.name.lower()))
+    def refused(self, conn: Any, request: Request | None, code: Code) -> None:
+        """Take a request that became no job; None: a frame that is no request."""
+        number = None if request is None else request.request_id
+        kind = None if request is None or request.operation else request.type  # GENERATE is 0
+        self.journal.put(_Refused(time.time_ns(), conn.name, conn.peer, number, kind, code.name.lower()))
 
     def close(self) -> None:
         """Write what waits."""
@@ -65,6 +67,7 @@ class Access:
                 "time": utc(entry.time_ns),
                 "request_id": entry.request_id,
                 "connection": entry.connection,
+                "peer": entry.peer,
                 "type": _type_name(entry.type),
                 "outcome": entry.outcome,
             }
@@ -74,6 +77,7 @@ class Access:
             "time": utc(entry.time_ns),
             "request_id": job.request_id,
             "connection": job.conn.name,
+            "peer": job.conn.peer,
             "type": job.profile,
             "outcome": outcome_of(job),
             **_usage(usage),

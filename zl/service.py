@@ -121,8 +121,8 @@ class Service:
         if job.deadline is not None:
             self._call_at(job.deadline, partial(self._at_deadline, job.deadline))
 
-    def refused(self, conn: Any, request: codec.Request, code: Code) -> None:
-        """Log a request that the rules of its conversation refused: it never came to `submit`."""
+    def refused(self, conn: Any, request: codec.Request | None, code: Code) -> None:
+        """Log a request, or a frame that is none, that its conversation refused: it never came to `submit`."""
         if self.access is not None:
             self.access.refused(conn, request, code)
 

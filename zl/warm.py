@@ -27,6 +27,7 @@ class Own:
     """A connection that ends here: it keeps the frames of our own requests."""
 
     name = "own"
+    peer = ""
 
     def __init__(self, n_requests: int) -> None:
         self.frames: list[bytes] = []
@@ -94,7 +95,7 @@ async def keep_prompts(
         if stop.is_set():
             break
         if prompt.truncated:
-            log.warning("%s is over its budget of %d tokens and was cut, as in a request", where, shapes.system_tokens)
+            log.warning("%s is over system_tokens (%d) and was cut, as in a request", where, shapes.system_tokens)
         n_tokens = service.dispatcher.pin(np.array(prompt.ids, np.int32), prompt.prefix_len)
         if not n_tokens:
             short = prompt.prefix_len < PAGE

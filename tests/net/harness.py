@@ -70,8 +70,9 @@ class App:
         if not self.held:
             asyncio.get_running_loop().call_soon(self.step)
 
-    def refused(self, conn: Any, request: Request, code: Code) -> None:
-        self.refusals.append((request.request_id, code))
+    def refused(self, conn: Any, request: Request | None, code: Code) -> None:
+        if request is not None:
+            self.refusals.append((request.request_id, code))
 
     def cancel(self, conn: Any, request_id: int) -> None:
         self.cancelled.append(request_id)
@@ -208,11 +209,12 @@ async def serving(
     tls: Any = None,
     factory: Any = None,
     decode: codec.Decoder | None = None,
+    max_files: int = 1 << 31,
 ) -> AsyncIterator[Served]:
     app = app or App()
     arena = Arena(n_berths)
     loop = asyncio.get_running_loop()
-    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token, decode=decode)
+    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token, decode=decode, max_files=max_files)
     path = str(tmp_path / "s.sock")
     bounds = bind_all([TcpAddress("127.0.0.1", 0), UnixAddress(path)])
     listeners = await listen(bounds, (lambda: factory(net)) if factory else net.connection, tls=tls)

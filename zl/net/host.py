@@ -18,9 +18,10 @@ from zl.shapes import MAX_FRAME
 
 
 class Answers(Hashable, Protocol):
-    """What an application needs of a connection. `name` says its kind and number, for the logs."""
+    """What an application needs of a connection. For the logs `name` says its kind and number, `peer` who it is."""
 
     name: str
+    peer: str
 
     def queue(self, data: bytes) -> None:
         """Put one whole frame in line."""
@@ -69,10 +70,10 @@ class Application(Protocol):
     def submit(self, conn: Answers, request: Request) -> None:
         """Take a checked request, and with it the duty to end its lease; a RequestError refuses it."""
 
-    def refused(self, conn: Answers, request: Request, code: Code) -> None:
+    def refused(self, conn: Answers, request: Request | None, code: Code) -> None:
         """Learn of a request, of any operation, that the conversation refused by itself: it never came to `submit`.
 
-        Nothing of the request may be kept.
+        None: what came was no request. Nothing of the request may be kept.
         """
 
     def cancel(self, conn: Answers, request_id: int) -> None:
