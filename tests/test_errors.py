@@ -1,4 +1,4 @@
-"""zl/errors.py: what cannot be written for good ends with 2, so that no supervisor tries again; what may pass, with 1."""
+"""zl/errors.py: what can never be written ends with 2, so that no supervisor tries again; what may pass, with 1."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from zl.address import parse_target
 from zl.client import (
     BadRequest,
     ConnectionFailed,
@@ -14,7 +15,6 @@ from zl.client import (
     StreamBroken,
     TimedOut,
 )
-from zl.address import parse_target
 from zl.client.balancer import Balancer, Retry
 from zl.client.endpoints import failure
 from zl.errors import Code, ConfigError

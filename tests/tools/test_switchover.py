@@ -142,13 +142,13 @@ def test_an_old_one_that_serves_on_though_its_stop_command_returned_is_reported(
 def test_a_stop_command_that_fails_leaves_both_and_says_what_to_do(site):
     instances = (site.instance("blue", "exit 1"), site.instance("green"))
     with site.server("blue"), site.server("green"):
-        with pytest.raises(SwitchError, match="^blue and green both serve now: .* ended with status 1; ") as caught:
+        with pytest.raises(SwitchError, match=r"^blue and green both serve now: .* ended with status 1; ") as caught:
             site.procedure(instances=instances).switch("green")
         assert str(caught.value).endswith("; end blue by hand, or go back: zl switch blue, which stops green")
         says = "^traffic goes to green, blue gets no new one: .* status 1; end blue by hand, or go back"
         with pytest.raises(SwitchError, match=says):
             site.procedure(instances=instances, traffic="command", move=("true",)).switch("green")
-        with pytest.raises(SwitchError, match="^blue was not restarted, blue and green both serve now: .* status 1$"):
+        with pytest.raises(SwitchError, match=r"^blue was not restarted, blue and green both serve now: .* status 1$"):
             site.procedure(instances=instances).roll()
 
 

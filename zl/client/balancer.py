@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from zl.address import parse_target
+from zl.client.endpoints import RUNNING
 from zl.client.errors import (
     ConnectionFailed,
     DeadlineExceeded,
@@ -22,7 +23,6 @@ from zl.client.errors import (
     TlsFailed,
     ZlClientError,
 )
-from zl.client.endpoints import RUNNING
 from zl.client.messages import Options
 from zl.errors import Code, ConfigError
 
