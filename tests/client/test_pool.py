@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -22,6 +22,7 @@ from zl.client import (
     TimedOut,
     Timeouts,
     Unauthenticated,
+    ZlClientError,
 )
 from zl.errors import Code, PeerError
 from zl.net.codec import encode_error, encode_server_info, pack_server_info
@@ -336,10 +337,17 @@ def test_asyncio_streams_end_cancel_and_close_without_leaving_anything(three):
 
 def ended_after(stop, consume):
     """Run `consume` in a thread, do `stop`, and give what it returned; it must not take long."""
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(consume)
-        stop()
-        return found.result(10)
+    found: Future = Future()
+
+    def run_it():
+        try:
+            found.set_result(consume())
+        except ZlClientError as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run_it, daemon=True).start()  # one that waits for an hour does not keep the tests
+    stop()
+    return found.result(10)
 
 
 def spared(pool):
