@@ -141,6 +141,11 @@ class AsyncClient:
         """Why the connection is known to be gone; empty while it is not."""
         return self._wire.closed
 
+    @property
+    def maybe_tls(self) -> bool:
+        """Say whether the connection is gone because the server speaks TLS, or that is being found out."""
+        return self._wire.maybe_tls
+
     async def close(self) -> None:
         """Close the connection; the server cancels what is still running. Closing twice is fine."""
         self.hang_up()

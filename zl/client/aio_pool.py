@@ -118,14 +118,13 @@ class AsyncPool:
     ) -> None:
         """Note a failure on a connection, or to get one; return where the request may be tried again, raise it else."""
         current = client is not None and self._clients.get(endpoint) is client
-        stale = client is not None and not current
+        # Those whose requests were on it hear whether TLS is spoken there, and tell.
+        stale = client is not None and (not current or client.maybe_tls)
         served = client is not None and client.served
         try:
             retry.failed(self._balancer, endpoint, error, self._clock(), served=served, stale=stale)
         finally:
-            if current and isinstance(error, ConnectionFailed | StreamBroken):
-                await self._clients.pop(endpoint).close()
-            elif current and isinstance(error, Draining | TimedOut):
+            if current and isinstance(error, ConnectionFailed | StreamBroken | Draining | TimedOut):
                 self._leaving.append(self._clients.pop(endpoint))  # others' answers on it go on
             self._sweep()
 

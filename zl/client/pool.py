@@ -135,21 +135,17 @@ class Pool:
     def failed(self, endpoint: Endpoint, client: Client | None, error: ZlClientError, retry: Retry) -> None:
         """Note a failure on a connection, or to get one; return where the request may be tried again, raise it else."""
         served = client is not None and client.served
-        over: Client | None = None
         try:
             with self._lock:
                 current = client is not None and self._clients.get(endpoint) is client
-                stale = client is not None and not current
+                # Those whose requests were on it hear whether TLS is spoken there, and tell.
+                stale = client is not None and (not current or client.maybe_tls)
                 try:
                     retry.failed(self._balancer, endpoint, error, self._clock(), served=served, stale=stale)
                 finally:
-                    if current and isinstance(error, ConnectionFailed | StreamBroken):
-                        over = self._clients.pop(endpoint)
-                    elif current and isinstance(error, Draining | TimedOut):
+                    if current and isinstance(error, ConnectionFailed | StreamBroken | Draining | TimedOut):
                         self._leaving.append(self._clients.pop(endpoint))  # others' answers on it go on
         finally:
-            if over is not None:
-                over.close()
             self._sweep()
 
     def end(self, endpoint: Endpoint) -> None:

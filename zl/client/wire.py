@@ -86,6 +86,11 @@ class Wire:
         """Say whether any answer has begun on this connection."""
         return self._answered or any(call.n_tokens for call in self._calls.values())
 
+    @property
+    def maybe_tls(self) -> bool:
+        """Say whether the connection is gone because the server speaks TLS, or that is being found out."""
+        return self.asking or self._needs_tls
+
     def open(
         self, fields: Mapping[str, Any], wake: Callable[[], None] | None = None, give_up_at: float = math.inf
     ) -> tuple[Call, bytes]:
