@@ -172,9 +172,15 @@ def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> 
 
 def _next(channel: Channel, timeout: float) -> bytes:
     end = time.monotonic() + timeout
-    while (data := channel.receive(max(0.0, end - time.monotonic()))) is None:
-        if time.monotonic() >= end:
-            raise TimeoutError
+    try:
+        while (data := channel.receive(max(0.0, end - time.monotonic()))) is None:
+            if time.monotonic() >= end:
+                raise TimeoutError
+    except ConnectionError:
+        channel.ask_for_tls(end - time.monotonic())
+        raise
+    if not data:
+        channel.ask_for_tls(end - time.monotonic())
     return data
 
 
