@@ -1,7 +1,7 @@
 """What the sources of settings say, before any value is read: a TOML file, the environment, a command's flags.
 
 Each gives (setting, where it was said, value), and refuses names that no setting has, with the nearest that one has.
-`sections` maps each setting to its TOML table. Owns no state; refuses everything of zl but errors.
+`sections` maps each setting to its TOML table. Owns no state; refuses everything of zl but errors and textfile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from zl.errors import ConfigError
+from zl.textfile import read_text
 
 ENV_PREFIX = "ZL_"
 OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT", "ZL_CA"})
@@ -24,13 +25,13 @@ Said = tuple[str, str, object]
 
 def from_file(path: Path, sections: Mapping[str, str]) -> Iterator[Said]:
     """Give the settings of a TOML file. ConfigError: it cannot be read, or line and name of what is no setting."""
+    text = read_text("config file", path)
     try:
-        text = path.read_text("utf-8")
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: {getattr(error, 'strerror', None) or error}") from error
+    except RecursionError:
+        raise ConfigError(f"config file {path}: its lists are too deep, one in the other") from None
     named = sorted(set(sections.values()))
     for section, table in tables.items():
         if section not in named or not isinstance(table, dict):

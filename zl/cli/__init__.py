@@ -15,6 +15,7 @@ from zl import __version__
 from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
 from zl.cli.misuse import explain
 from zl.errors import ConfigError, ZlError
+from zl.ops.signals import Signals
 
 COMMANDS = {
     "serve": serve,
@@ -65,10 +66,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     return parser, commands.choices
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+def main(argv: Sequence[str] | None = None, signals: Signals | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+
+    signals  those of a server, where they are heard already
+    """
     parser, commands = build_parser()
     args, extras = parser.parse_known_args(argv)
+    args.signals = signals
     if args.command is None:
         if extras:
             parser.error(f"unknown flag {extras[0]}")

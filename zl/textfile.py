@@ -1,0 +1,45 @@
+"""Read a text file whole: the files of the configuration, which a server reads again on its event loop's thread.
+
+Owns no state; refuses everything of zl but errors.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from zl.errors import ConfigError
+
+MAX_BYTES = 16 << 20
+"""Nothing that somebody wrote by hand is larger."""
+
+
+def read_text(what: str, path: str | Path) -> str:
+    """Read a regular file of UTF-8.
+
+    what    begins the text of an error, before the path
+    Raises  ConfigError: it cannot be read, is too large, or nothing that can be read without waiting: a pipe, say
+    """
+    try:
+        # A pipe would keep us in open(2) until somebody writes to it, a device for as long as it likes in read(2).
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{what} {path}: is no regular file but {_kind(found.st_mode)}; a server reads it "
+                                  "again at each reload, so name a file that stays")  # fmt: skip
+            if found.st_size > MAX_BYTES:
+                raise ConfigError(f"{what} {path}: has {found.st_size} bytes, more than {MAX_BYTES}; is it the wrong one?")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(MAX_BYTES).decode("utf-8")
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the path
+        raise ConfigError(f"{what} {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a pipe" if stat.S_ISFIFO(mode) else "a device"
