@@ -38,9 +38,7 @@ PHASE_S = 600.0
 """How much longer the service manager is to wait from the beginning of each phase of a start."""
 
 
-def run(
-    settings: Settings, model: Path, notifier: Notifier, read: Callable[[], Settings], signals: Signals
-) -> int:
+def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], Settings], signals: Signals) -> int:
     """Serve `model` until a signal; return the exit status.
 
     read     gives the settings as a start would find them now, for a reload

@@ -30,7 +30,7 @@ def read_text(what: str, path: str | Path) -> str:
                 raise ConfigError(f"{what} {path}: is no regular file but {_kind(found.st_mode)}; a server reads it "
                                   "again at each reload, so name a file that stays")  # fmt: skip
             if found.st_size > MAX_BYTES:
-                raise ConfigError(f"{what} {path}: has {found.st_size} bytes, more than {MAX_BYTES}; is it the wrong one?")
+                raise ConfigError(f"{what} {path}: has {found.st_size} bytes, more than {MAX_BYTES}; the wrong one?")
             with open(fd, "rb", closefd=False) as file:
                 return file.read(MAX_BYTES).decode("utf-8")
         finally:

@@ -47,6 +47,10 @@ def test_several_listeners_serve_at_once_and_close(tmp_path, kind):
         listeners.close()
         assert os.listdir(tmp_path) == []
         await peers[0].ping()  # accepted connections live on
+        after = bind(UnixAddress(paths[0]))  # the next server, while this one still drains
+        listeners.close()
+        assert os.listdir(tmp_path) == ["a"]
+        unbind(after)
         for peer in peers:
             await peer.close()
         while net.connections:
@@ -195,3 +199,13 @@ def test_a_unix_socket_that_is_not_ours_keeps_its_file(tmp_path, kind):
         await asyncio.sleep(0)
 
     run(main(), kind)
+
+
+def test_a_socket_file_is_removed_by_its_owner_alone(tmp_path):
+    ours = bind(UnixAddress(str(tmp_path / "s")))
+    os.rename(tmp_path / "s", tmp_path / "aside")  # it keeps its inode, which no other file can then have
+    theirs = bind(UnixAddress(str(tmp_path / "s")))
+    unbind(ours)
+    assert sorted(os.listdir(tmp_path)) == ["aside", "s"]
+    unbind(theirs)
+    assert os.listdir(tmp_path) == ["aside"]

@@ -30,11 +30,12 @@ FIRST_SYSTEMD_FD = 3  # SD_LISTEN_FDS_START, sd_listen_fds(3)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A listening socket. `owned_path`: the Unix socket file that we made and remove again."""
+    """A listening socket. `owned_path`: the Unix socket file that we made and remove again; `inode`: its own."""
 
     sock: socket.socket
     name: str
     owned_path: str = ""
+    inode: int = 0
 
     @property
     def ip(self) -> str:
@@ -70,7 +71,8 @@ def unbind(bound: Bound) -> None:
     bound.sock.close()
     if bound.owned_path:
         with contextlib.suppress(OSError):
-            os.unlink(bound.owned_path)
+            if os.lstat(bound.owned_path).st_ino == bound.inode:
+                os.unlink(bound.owned_path)
 
 
 def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
@@ -111,6 +113,7 @@ class Listeners:
         self._servers = servers
         self._bounds = bounds
         self._tls = tls
+        self._closed = False
 
     @property
     def names(self) -> list[str]:
@@ -121,7 +124,10 @@ class Listeners:
         ]
 
     def close(self) -> None:
-        """Accept no more; connections that exist live on."""
+        """Accept no more; connections that exist live on. Once: what is there the next time is somebody else's."""
+        if self._closed:
+            return
+        self._closed = True
         for server in self._servers:
             server.close()
         for bound in self._bounds:
@@ -186,11 +192,12 @@ def _bind_unix(address: UnixAddress) -> Bound:
     try:
         sock.setblocking(False)
         sock.bind(address.path)
+        inode = os.lstat(address.path).st_ino
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise _cannot_listen(address, error) from None
-    return Bound(sock, str(address), address.path)
+    return Bound(sock, str(address), address.path, inode)
 
 
 def _remove_stale(address: UnixAddress) -> None:

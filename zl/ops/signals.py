@@ -1,8 +1,8 @@
 """Signals of a server, from its first moment to its last: TERM and INT end it, HUP reads the configuration again.
 
-One set of handlers stays in place all along, and what they do changes: between two sets a signal would kill the process,
-and the first process of a container would never hear of it (pid_namespaces(7)). State: the handlers, and what has been
-asked for. Refuses torch, asyncio, gpu and everything of zl: it is loaded before all of that.
+One set of handlers stays in place all along, and what they do changes: between two sets a signal would kill the
+process, and the first process of a container would never hear of it (pid_namespaces(7)). State: the handlers, and what
+has been asked for. Refuses torch, asyncio, gpu and everything of zl: it is loaded before all of that.
 """
 
 from __future__ import annotations
