@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 
 import pytest
 
 from zl.config import load
 from zl.errors import ConfigError
+from zl.readers import read_token
 from zl.textfile import MAX_BYTES, read_text
 
 
@@ -37,7 +39,7 @@ def test_a_regular_file_is_read_through_links_too(tmp_path):
 def test_what_may_make_us_wait_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "x"
     kept: list[int] = []
-    words = "is no regular file but a pipe; a server reads it again at each reload, so name a file that stays"
+    words = "is no regular file but a pipe; a server reads it again at each reload: name one that stays"
     if kind.startswith("pipe"):
         os.mkfifo(path)
         if kind != "pipe":
@@ -59,7 +61,7 @@ def test_what_may_make_us_wait_is_refused_at_once(tmp_path, kind):
     n_open = len(os.listdir("/proc/self/fd"))
     for said, read in (
         ("config file", lambda: load({}, file=path, environ={})),
-        ("token file", lambda: load({"auth_token_file": str(path)}, environ={})),
+        ("auth_token_file (--auth-token-file)", lambda: load({"auth_token_file": str(path)}, environ={})),
     ):
         with pytest.raises(ConfigError) as caught:
             read()
@@ -68,6 +70,17 @@ def test_what_may_make_us_wait_is_refused_at_once(tmp_path, kind):
     assert len(os.listdir("/proc/self/fd")) == n_open
     for fd in kept:
         os.close(fd)
+
+
+def test_a_command_that_reads_once_takes_a_pipe(tmp_path):
+    path = tmp_path / "p"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("secret\n",))
+    writer.start()
+    assert read_token(str(path), "--auth-token-file", once=True) == "secret"
+    writer.join()
+    with pytest.raises(ConfigError, match=r"but a device$"):
+        read_token("/dev/zero", "--auth-token-file", once=True)
 
 
 def test_a_file_that_nobody_wrote_by_hand_is_refused(tmp_path):

@@ -25,12 +25,13 @@ from zl.exposure import warning
 from zl.health import Phase
 from zl.net.listen import Bound, bind_all, systemd_sockets, unbind
 from zl.net.tls import Certificate, tls_context
+from zl.ops import descriptors
 from zl.ops.logs import Logs, event
 from zl.ops.notify import Notifier
 from zl.ops.reload import Reloader
 from zl.ops.signals import Signals
 from zl.phases import Phases, since_exec
-from zl.server import Server, check_ports, open_build
+from zl.server import Server, check_journals, check_ports, open_build
 
 log = logging.getLogger("zl")
 
@@ -55,6 +56,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         notifier.status(f"starting: {name}", extend_s=PHASE_S)
 
     phases = Phases(begun)
+    descriptors.raise_limit()
     phases.add("interpreter and imports", since_exec())
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     bounds: list[Bound] = []
@@ -64,6 +66,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         if exposed := warning(((bound.name, bound.ip) for bound in bounds if bound.ip), settings):
             log.warning(exposed)
         check_ports(settings)
+        check_journals(settings)
         build = prepare(replace(settings, model=str(model)), model, log.info, phases)
         with phases("weights and KV pool"):
             opened = open_build(build, log.info)

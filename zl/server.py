@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 import zl
-from zl import facts, warm
+from zl import facts, journal, warm
 from zl.access import Access
 from zl.admission import Admission, Built
+from zl.audit import MODE as AUDIT_MODE
 from zl.audit import Audit
 from zl.build import Build
 from zl.config import Settings
@@ -45,7 +46,8 @@ from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
 from zl.net.native.library import code_if_possible
-from zl.net.protocol import LAST_CALL_S, Net
+from zl.net.protocol import LAST_CALL_S, TOLD_S, Net
+from zl.ops import descriptors
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
 from zl.ops.watchdog import Watchdog
@@ -66,7 +68,7 @@ STOP_S = 10.0
 STUCK_S = 1.0
 """How long one may take that is stuck."""
 
-CLOSE_S = FLUSH_S + STOP_S + 2 * CLOSING_S + 5.0
+CLOSE_S = 2 * LAST_CALL_S + FLUSH_S + STOP_S + 2 * CLOSING_S + 3.0
 """How long the service manager is to wait beyond the drain deadline."""
 
 
@@ -149,6 +151,7 @@ class Server:
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
             decode=wire.decode,
+            max_files=descriptors.limit(),
         )
         self._access = self._open_access()
         self._audit = self._open_audit()
@@ -218,9 +221,9 @@ class Server:
 
     def reopen_logs(self) -> None:
         """Open the files of the journals anew, after a log rotator has moved them away."""
-        for journal in (self._access, self._audit):
-            if journal is not None:
-                journal.journal.reopen()
+        for each in (self._access, self._audit):
+            if each is not None:
+                each.journal.reopen()
 
     async def close(self) -> None:
         """Give everything back, unless a step does not end: `stuck` then says so, and the process is to exit."""
@@ -228,12 +231,12 @@ class Server:
         if self.listeners is not None:
             self.listeners.close()
         self.net.close_connections()
-        deadline = self._loop.time() + FLUSH_S
-        while self.net.connections and self._loop.time() < deadline:
+        deadline = self._loop.time() + (TOLD_S if self._hurry else FLUSH_S)
+        while self.net.telling and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
-        for journal in (self._access, self._audit):  # every request has ended: nothing is put any more
-            if journal is not None:
-                journal.close()
+        for each in (self._access, self._audit):  # every request has ended: nothing is put any more
+            if each is not None:
+                each.close()
         ending = asyncio.ensure_future(asyncio.to_thread(self.generation.stop))
         await asyncio.wait({ending}, timeout=STUCK_S if self.health.stuck else STOP_S)
         self.stuck = not ending.done()
@@ -294,18 +297,18 @@ class Server:
         self.service.accepting = False
         if self.health.phase is Phase.READY:
             self.health.phase = Phase.DRAINING
-        if self.listeners is not None:
-            self.listeners.close()
         deadline = self._loop.time() + self._drain_s
+        if self.listeners is not None:
+            await self.listeners.finish(LAST_CALL_S)
         while self.service.in_flight and not self._hurry and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
-        # Who has just connected, or asks again and again, is to hear DRAINING, not an end without a word.
-        deadline = min(deadline, self._loop.time() + LAST_CALL_S)
-        while self.net.expecting and not self._hurry and self._loop.time() < deadline:
-            await asyncio.sleep(0.005)
         if self.service.in_flight:
             log.warning("ending %d requests that did not finish", self.service.in_flight)
             self.service.end_all("the server stopped before the answer was complete")
+        # Who has just connected, or asks again and again, is to hear DRAINING, not an end without a word.
+        deadline = self._loop.time() + LAST_CALL_S
+        while self.net.expecting and not self._hurry and self._loop.time() < deadline:
+            await asyncio.sleep(0.005)
 
     def _info(self) -> codec.ServerInfo:
         build = self.build
@@ -346,6 +349,14 @@ def check_ports(settings: Settings) -> None:
     """Refuse, before the model loads, a metrics port that cannot be had. Raises as MetricsServer."""
     if settings.metrics != "off":
         check_address(settings.metrics)
+
+
+def check_journals(settings: Settings) -> None:
+    """Refuse, before the model loads, a log of requests that cannot be written. Raises ConfigError."""
+    if settings.access_log != "off":
+        journal.check(settings.access_log, "access_log")
+    if settings.audit_log != "off":
+        journal.check(settings.audit_log, "audit_log", AUDIT_MODE)
 
 
 def open_build(build: Build, say: Callable[[str], None]) -> Opened:

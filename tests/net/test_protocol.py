@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import ssl
 from typing import Any
 
@@ -400,11 +401,15 @@ def test_a_peer_that_may_be_about_to_ask_is_expected_until_it_knows_of_the_drain
             half_closed.writer.write_eof()
             await gone.close()
             await served.until(lambda: len(net.connections) == 2)  # both have nothing to say any more
-            for peer in (silent, served_before):
-                assert net.expecting
-                await peer.ask(2)
-                assert await peer.error() == (Code.DRAINING, 2)
-            assert not net.expecting
+            for request_id in range(2, 5):  # a connection is shared: what follows on it is answered too
+                for peer in (silent, served_before):
+                    assert net.expecting
+                    await peer.ask(request_id)
+                    assert await peer.error() == (Code.DRAINING, request_id)
+                await asyncio.sleep(0.1)
+            assert net.expecting
+            monkeypatch.setattr("zl.net.protocol.TOLD_S", 0.05)
+            await served.until(lambda: not net.expecting)  # both know
 
             late, slow = await served.peer(), await served.peer()
             await served.until(lambda: len(net.connections) == 4)
@@ -413,11 +418,16 @@ def test_a_peer_that_may_be_about_to_ask_is_expected_until_it_knows_of_the_drain
             await served.until(lambda: not net.expecting)
             await slow.send(ask(3)[:7])
             await served.until(lambda: net.expecting)
-            await served.until(lambda: not net.expecting)
+            await asyncio.sleep(0.1)
+            assert net.expecting  # however long ago it began
             await slow.send(ask(3)[7:])
-            assert await slow.error() == (Code.DRAINING, 3)  # it is answered as long as its connection is there
+            assert await slow.error() == (Code.DRAINING, 3)
+            await served.until(lambda: not net.expecting)
             await late.ask(4)
-            assert await late.error() == (Code.DRAINING, 4)
+            assert await late.error() == (Code.DRAINING, 4)  # as long as its connection is there
+            net.close_connections()
+            assert net.telling
+            await served.until(lambda: not net.telling)
 
     run(main(), kind)
 
@@ -667,3 +677,44 @@ def test_one_amid_a_handshake_is_expected_and_one_that_failed_at_it_is_not_for_l
             await good.ping()
 
     run(main(), kind)
+
+
+def test_a_peer_that_speaks_http_is_told_so(tmp_path):
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            peer = await served.peer()
+            await peer.send(b"GET /metrics HTTP/1.1\r\n\r\n")
+            event = await peer.event()
+            response = codec.decode_response(event.data)
+            assert response.error.code is Code.BAD_FRAME
+            assert "HTTP request" in response.error.message
+            assert "9433" in response.error.message
+
+    run(main())
+
+
+def test_the_last_descriptors_are_warned_of_once_a_minute(tmp_path, caplog):
+    async def main() -> None:
+        with socket.socket() as probe:
+            lowest = probe.fileno()
+        limit = lowest + 32
+        async with serving(tmp_path, max_files=limit) as served:
+            peers = 0
+            while not caplog.records:
+                await served.peer()
+                peers += 1
+                assert peers < 40
+            await served.until(lambda: len(served.net.connections) == peers)
+            highest = max(conn.fd for conn in served.net.connections)
+            assert limit - 8 <= highest < limit
+            (record,) = caplog.records
+            for words in (f"limit of {limit} open files", "will be reset", "LimitNOFILE=", "ulimit -Hn"):
+                assert words in record.getMessage()
+            await served.peer()
+            await served.until(lambda: len(served.net.connections) == peers + 1)
+            assert len(caplog.records) == 1
+            served.net._warned_at -= 61
+            await served.peer()
+            await served.until(lambda: len(caplog.records) == 2)
+
+    run(main())

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from zl import __version__
 from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
-from zl.cli.misuse import explain
+from zl.cli.misuse import explain, unknown_command
 from zl.errors import ConfigError, ZlError
 from zl.ops.signals import Signals
 
@@ -51,6 +51,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         description="Serve a language model over raw sockets, and talk to it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--version", action="version", version=f"zl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -61,6 +63,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
             description=module.DESCRIPTION,
             epilog=module.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # else --auth-token SECRET would read a file of that name
         )
         module.add_arguments(own)
     return parser, commands.choices
@@ -72,7 +75,16 @@ def main(argv: Sequence[str] | None = None, signals: Signals | None = None) -> i
     signals  those of a server, where they are heard already
     """
     parser, commands = build_parser()
-    args, extras = parser.parse_known_args(argv)
+    try:
+        args, extras = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:  # of zl itself: a command's own parser ends by itself
+        word = (sys.argv[1:] if argv is None else argv)[0]
+        if word.startswith("-"):
+            parser.error(f"unknown flag {word}: a command comes first, as in zl serve; zl --help lists them")
+        if word not in COMMANDS:
+            print("zl: " + unknown_command(word, COMMANDS), file=sys.stderr)
+            return 2
+        parser.error(str(error))
     args.signals = signals
     if args.command is None:
         if extras:

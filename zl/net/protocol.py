@@ -10,6 +10,7 @@ copying path. A view that is lent is never empty (it would kill the connection):
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 from time import perf_counter_ns
@@ -24,10 +25,21 @@ from zl.net.peer import peer_of
 from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Submit
 from zl.shapes import HEADER_BYTES
 
+log = logging.getLogger("zl")
+
 SCRATCH_BYTES = 65_536
 
+SPARE_FILES = 8
+"""A connection whose descriptor is so close to the limit of open files is one of the last that can be had."""
+
+WARNING_S = 60.0
+"""Longest silence of the log about that."""
+
 LAST_CALL_S = 1.0
-"""How long after it connected, began a frame or got an answer a peer is taken to be about to ask."""
+"""How long a peer that has connected or got an answer is taken to be about to ask."""
+
+TOLD_S = 0.25
+"""The same of one that has been told of the drain: what it had sent before it knew comes in."""
 
 # Why reading is paused; it resumes when no reason is left.
 _NO_BERTH = 1
@@ -35,7 +47,10 @@ _PEER_NOT_READING = 2
 
 
 class Net:
-    """What all connections of one server share; made by the composition root, which calls `close` at the end."""
+    """What all connections of one server share; made by the composition root, which calls `close` at the end.
+
+    max_files  how many descriptors this process may have
+    """
 
     def __init__(
         self,
@@ -47,6 +62,7 @@ class Net:
         counters: NetCounters | None = None,
         auth_token: bytes | None = None,
         decode: codec.Decoder | None = None,
+        max_files: int = 1 << 31,
     ):
         self.loop = loop
         self.app = app
@@ -55,6 +71,8 @@ class Net:
         self.counters = counters or NetCounters()
         self.auth_token = auth_token
         self.decode = decode
+        self._max_files = max_files
+        self._warned_at = -math.inf  # loop time of the last warning that they run out
         self.connections: set[Connection] = set()
         self.hangups = HangupWatch(loop)
         self._accepted_at = -math.inf  # loop time of the last one
@@ -72,14 +90,32 @@ class Net:
         """Take a connection over which frames may come."""
         self._n_shaking_hands -= 1
         self.connections.add(conn)
+        if conn.fd >= self._max_files - SPARE_FILES:  # the kernel gives the lowest free number
+            self._warn_of_files()
+
+    def _warn_of_files(self) -> None:
+        # Beyond the limit uvloop takes connections and resets them, without a word to anybody.
+        now = self.loop.time()
+        if now < self._warned_at + WARNING_S:
+            return
+        self._warned_at = now
+        log.warning("%d connections, close to the limit of %d open files: those beyond it will be reset; raise "
+                    "LimitNOFILE= in the unit, or ulimit -Hn where zl is started by hand",
+                    len(self.connections), self._max_files)  # fmt: skip
 
     @property
     def expecting(self) -> bool:
-        """Say whether a peer that does not know of a drain may be about to ask: it is to hear that no answer comes."""
-        since = self.loop.time() - LAST_CALL_S
-        if self._n_shaking_hands and self._accepted_at > since:
+        """Say whether a peer may be about to ask, not knowing of a drain: it is to hear that no answer comes."""
+        now = self.loop.time()
+        if self._n_shaking_hands and self._accepted_at > now - LAST_CALL_S:
             return True
-        return any(conn.is_about_to_ask(since) for conn in self.connections)
+        return any(conn.is_about_to_ask(now) for conn in self.connections)
+
+    @property
+    def telling(self) -> bool:
+        """Say whether a peer of an ended conversation may not have taken the last words yet."""
+        since = self.loop.time() - LAST_CALL_S
+        return any(conn.is_telling(since) for conn in self.connections)
 
     def close_connections(self) -> None:
         """End every conversation after what has been queued for it, cancelling what is still in flight."""
@@ -102,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self.name = ""  # for the logs: its kind and number
         self.peer = ""  # for the logs: who it is
-        self._fd = -1
+        self.fd = -1
         self._tls = False
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._target = self._header  # where the next bytes go, never empty
@@ -111,7 +147,7 @@ class Connection(asyncio.BufferedProtocol):
         self._berth: Berth | None = None
         self._read_ns = 0  # spent in callbacks on the frame on its way in
         self._begun_at = 0.0  # loop time at which the frame on its way in began
-        self._served_at = 0.0  # loop time of the last answer's end; before the first, of the connection
+        self._served_at = 0.0  # loop time of the last answer's or refusal's end; before the first, of the connection
         self._turned_away = False  # it has been told that the server drains
         self._frame_timer: asyncio.TimerHandle | None = None
         self._pauses = 0
@@ -158,10 +194,18 @@ class Connection(asyncio.BufferedProtocol):
         """Count the requests that have no last frame yet."""
         return self._session.n_in_flight
 
-    def is_about_to_ask(self, since: float) -> bool:
-        """Say whether the peer has been active `since` then, and may send more, not knowing that the server drains."""
-        silent = self._turned_away or self._peer_done or self._session.ended
-        return not silent and max(self._served_at, self._begun_at) > since
+    def is_about_to_ask(self, now: float) -> bool:
+        """Say whether the peer is within a frame, or has been active lately and may send another."""
+        if self._peer_done or self._session.ended:
+            return False
+        if self._got or self._berth is not None or self._pauses & _NO_BERTH:
+            return True
+        return now - max(self._served_at, self._begun_at) < (TOLD_S if self._turned_away else LAST_CALL_S)
+
+    def is_telling(self, since: float) -> bool:
+        """Say whether bytes wait to be sent, or the last answer was `since` then: the peer may still be reading it."""
+        transport = self._transport
+        return transport is not None and (self._served_at > since or transport.get_write_buffer_size() > 0)
 
     # -- called by asyncio -------------------------------------------------------------------------------------------
 
@@ -169,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         sock = transport.get_extra_info("socket")
-        self._fd = sock.fileno() if sock is not None else -1
+        self.fd = sock.fileno() if sock is not None else -1
         self._served_at = self._net.loop.time()
         self._net.connected(self)
         self._counters.connections_open += 1
@@ -209,8 +253,8 @@ class Connection(asyncio.BufferedProtocol):
         self._perform(self._session.eof())
         if self._session.ended or self._tls:
             return False  # asyncio cannot keep one direction of TLS open
-        if self._fd >= 0:
-            self._net.hangups.watch(self._fd, self._hung_up)
+        if self.fd >= 0:
+            self._net.hangups.watch(self.fd, self._hung_up)
         return True
 
     def pause_writing(self) -> None:
@@ -220,7 +264,7 @@ class Connection(asyncio.BufferedProtocol):
         self._resume(_PEER_NOT_READING)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.hangups.forget(self.fd, self._hung_up)
         self._net.connections.discard(self)
         self._counters.connections_open -= 1
         self._session.lost()
@@ -251,8 +295,8 @@ class Connection(asyncio.BufferedProtocol):
             self._counters.berth_waits += 1
             self._target = self._net.scratch  # not written: reading is paused until a berth is there
             self._pause(_NO_BERTH)
-            if self._fd >= 0:
-                self._net.hangups.watch(self._fd, self._hung_up)  # who does not read learns of an end by nothing else
+            if self.fd >= 0:
+                self._net.hangups.watch(self.fd, self._hung_up)  # who does not read learns of an end by nothing else
             self._net.arena.wait(self, self._berth_granted)
         else:
             self._berth_taken(berth)
@@ -262,7 +306,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target = berth.view[: self._want]
 
     def _berth_granted(self, berth: Berth) -> None:
-        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.hangups.forget(self.fd, self._hung_up)
         self._berth_taken(berth)
         self._frame_begins()  # the wait was ours, not the peer's
         self._resume(_NO_BERTH)
@@ -355,6 +399,7 @@ class Connection(asyncio.BufferedProtocol):
                 case Send(data, code, refused):
                     self._counters.errors[code] += 1
                     self._turned_away = self._turned_away or code is Code.DRAINING
+                    self._served_at = self._net.loop.time()
                     if refused is not None or code is Code.BAD_FRAME:
                         self._app.refused(self, refused, code)
                     self._put(data)
@@ -396,7 +441,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tell_app()
         self.flush()
         self._drop_input()
-        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.hangups.forget(self.fd, self._hung_up)
         transport = self._transport
         if transport is None or transport.is_closing():
             return
