@@ -1,8 +1,13 @@
-"""zl/compiled.py: a cache that cannot be written, a disk that is full; nothing is compiled here."""
+"""zl/compiled.py: a cache that cannot be written, a disk that is full; a signal meanwhile; nothing is compiled here."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +80,47 @@ def test_a_source_that_is_refused_is_another_matter(make, tmp_path):
     (tmp_path / "compiler").write_text("#!/bin/sh\necho 'a.cpp:1: error: no' >&2\nexit 1\n")
     with pytest.raises(DeviceError, match=r"could not build a test: a\.cpp:1: error: no"):
         make()
+
+
+HANGING = """#!/bin/sh
+echo begun >> "$0.begun"
+sleep 50 & wait  # the driver of a compiler starts others in turn
+"""
+
+
+def test_a_signal_ends_the_compilers_with_what_they_have_started(make, tmp_path):
+    program = tmp_path / "compiler"
+    program.write_text(HANGING)
+
+    def stop(*_) -> None:
+        raise SystemExit(0)
+
+    def ring() -> None:
+        while not (tmp_path / "compiler.begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    thread = threading.Thread(target=ring)
+    thread.start()
+    at = time.monotonic()
+    try:
+        with pytest.raises(SystemExit):
+            make()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join()
+    assert time.monotonic() - at < 20
+    assert list((tmp_path / "cache" / "zl" / "native" / "hash").iterdir()) == []
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in os.listdir("/proc") if pid.isdigit() and str(tmp_path) in _environ(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+def _environ(pid: str) -> str:
+    try:
+        found = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+    return "".join(line for line in found.split("\0") if line.startswith("TMPDIR="))

@@ -117,7 +117,8 @@ NEVER: dict[str, set[str]] = {
     "zl.health": {"torch", "asyncio", "zl.net"},
     "zl.ops": {"torch", "asyncio", "zl.gpu", "zl.dispatch", "zl.net.protocol", "zl.net.listen"},
     "zl.ops.notify": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu"},  # `zl serve --help` loads it
-    "zl.ops.signals": {"torch", "zl.gpu"},
+    "zl.ops.signals": {"torch", "numpy", "asyncio", "logging", "zl.errors", "zl.cli", "zl.net", "zl.gpu"},
+    "zl.textfile": {"torch", "numpy", "asyncio", "zl.net", "zl.gpu", "zl.config"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,
     "zl.client.aio_channel": ASYNC_CLIENT,

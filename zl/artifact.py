@@ -104,7 +104,8 @@ class HashCheck:
 
     def __init__(self, artifact: Artifact, names: tuple[str, ...] = (PROGRAM, WEIGHTS)):
         self._bad: list[Path] = []
-        self._thread = threading.Thread(target=self._run, args=(artifact, names), name="zl-hash")
+        # A start that a signal ends does not wait for it, nor does the process.
+        self._thread = threading.Thread(target=self._run, args=(artifact, names), name="zl-hash", daemon=True)
         self._thread.start()
 
     def _run(self, artifact: Artifact, names: tuple[str, ...]) -> None:

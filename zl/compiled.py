@@ -6,13 +6,16 @@ the file accordingly. Refuses torch, numpy, asyncio, net and gpu: both of these 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 from zl.errors import DeviceError, unwritable
@@ -72,22 +75,63 @@ def _compile(
     command: str, what: str, work: Path, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str]
 ) -> Path:
     # The assembler's input goes into the same folder: one place that has to have room, and that the error names.
-    environ = os.environ | {"TMPDIR": str(work), "LC_ALL": "C"}
+    compilers = _Compilers(command, os.environ | {"TMPDIR": str(work), "LC_ALL": "C"})
 
     def run(arguments: list[str]) -> None:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, env=environ)
-        if done.returncode and os.strerror(errno.ENOSPC) in done.stderr:
+        status, stderr = compilers.run(arguments)
+        if status and os.strerror(errno.ENOSPC) in stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if done.returncode:
+        if status:
             raise DeviceError(
-                f"{command} could not build {what}: {done.stderr.strip()[:2000]}",
+                f"{command} could not build {what}: {stderr.strip()[:2000]}",
                 call=" ".join([command, *arguments]),
-                status=done.returncode,
+                status=status,
             )
 
     objects = [work / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
     made = work / "library.so"
-    run([*flags, "-shared", *link, *map(str, objects), "-o", str(made)])
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        list(pool.map(lambda s, o: run([*flags, "-c", str(s), "-o", str(o)]), sources, objects))
+        pool.submit(run, [*flags, "-shared", *link, *map(str, objects), "-o", str(made)]).result()
+    except BaseException:  # a signal too, which only this thread hears of: nothing goes on without us
+        compilers.end()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     return made
+
+
+class _Compilers:
+    """The compilers that run, each the leader of a group: what it has started in turn is ended with it."""
+
+    def __init__(self, command: str, environ: Mapping[str, str]):
+        self._command, self._environ = command, environ
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
+
+    def run(self, arguments: Sequence[str]) -> tuple[int, str]:
+        """Run one, on a thread that no signal interrupts; give its exit status and stderr."""
+        with self._lock:
+            if self._ended:
+                raise CancelledError
+            process = subprocess.Popen(
+                [self._command, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, env=self._environ, process_group=0,
+            )  # fmt: skip
+            self._running.add(process)
+        with process:
+            _, stderr = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        return process.returncode, stderr
+
+    def end(self) -> None:
+        """Kill those that run, and start no other."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)

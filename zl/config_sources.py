@@ -2,7 +2,7 @@
 
 Each gives (setting, where it was said, value), and refuses names that no setting has, with the nearest that one has.
 `sections` maps each setting to its TOML table, `instead` names that people write by habit to what they mean. Owns no
-state; refuses everything of zl but errors.
+state; refuses everything of zl but errors and textfile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zl.errors import ConfigError
+from zl.textfile import read_text
 
 ENV_PREFIX = "ZL_"
 OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT", "ZL_CA"})
@@ -33,13 +34,13 @@ def from_file(
     path: Path, sections: Mapping[str, str], instead: Instead = _NONE, said: str = "config file"
 ) -> Iterator[Said]:
     """Give the settings of a TOML file. ConfigError: it cannot be read, or line and name of what is no setting."""
+    text = read_text(said, path)
     try:
-        text = path.read_text("utf-8")
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{said} {path} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said} {path}: {getattr(error, 'strerror', None) or error}") from error
+    except RecursionError:
+        raise ConfigError(f"{said} {path}: its lists are too deep, one in the other") from None
     named = sorted(set(sections.values()))
     for section, table in tables.items():
         if section not in named or not isinstance(table, dict):

@@ -25,10 +25,11 @@ from zl.exposure import warning
 from zl.health import Phase
 from zl.net.listen import Bound, bind_all, systemd_sockets, unbind
 from zl.net.tls import Certificate, tls_context
-from zl.ops import descriptors, signals
+from zl.ops import descriptors
 from zl.ops.logs import Logs, event
 from zl.ops.notify import Notifier
 from zl.ops.reload import Reloader
+from zl.ops.signals import Signals
 from zl.phases import Phases, since_exec
 from zl.server import Server, check_journals, check_ports, open_build
 
@@ -38,32 +39,43 @@ PHASE_S = 600.0
 """How much longer the service manager is to wait from the beginning of each phase of a start."""
 
 
-def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], Settings]) -> int:
+def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], Settings], signals: Signals) -> int:
     """Serve `model` until a signal; return the exit status.
 
-    read    gives the settings as a start would find them now, for a reload
-    Raises  ZlError: the start failed
+    read     gives the settings as a start would find them now, for a reload
+    signals  installed
+    Raises   ZlError: the start failed; Stopped: a signal has ended it
     """
     logs = Logs()
     logs.set(settings.log_level, settings.log_format, settings.log_file)
     # The watchdog ends a stuck server with SIGABRT: where each thread was then goes to stderr, native code included.
     faulthandler.enable(sys.stderr)
-    on_hangup_stop = signals.hold_hangups()
-    phases = Phases(lambda name: notifier.status(f"starting: {name}", extend_s=PHASE_S))
+
+    def begun(name: str) -> None:
+        signals.check()
+        notifier.status(f"starting: {name}", extend_s=PHASE_S)
+
+    phases = Phases(begun)
     descriptors.raise_limit()
     phases.add("interpreter and imports", since_exec())
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
-    bounds = _bound(settings)
-    if exposed := warning(((bound.name, bound.ip) for bound in bounds if bound.ip), settings):
-        log.warning(exposed)
+    bounds: list[Bound] = []
     try:
+        with signals.held():  # a socket that is bound is in the list
+            bounds += _bound(settings)
+        if exposed := warning(((bound.name, bound.ip) for bound in bounds if bound.ip), settings):
+            log.warning(exposed)
         check_ports(settings)
         check_journals(settings)
         build = prepare(replace(settings, model=str(model)), model, log.info, phases)
         with phases("weights and KV pool"):
             opened = open_build(build, log.info)
+        signals.hold()
     except BaseException:
-        _unbind(bounds)
+        try:
+            signals.hold()
+        finally:  # a signal that came in between is no reason to leave a socket file behind
+            _unbind(bounds)
         raise
 
     async def main() -> int:
@@ -85,22 +97,24 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         reloader = Reloader(settings, read, apply)
 
         def hung_up() -> None:
-            if on_hangup_stop and not signals.has_terminal():
+            if signals.terminal_is_lost():
                 log.info("the terminal is gone")
                 server.stop()
                 return
             serving = server.health.phase is Phase.READY
             if serving:
                 notifier.reloading()
-            if not reloader.reload():
-                now = reloader.settings
-                with contextlib.suppress(ZlError):  # a rotated file is let go of all the same
-                    logs.set(now.log_level, now.log_format, now.log_file)
-            server.reopen_logs()
-            if serving:
-                server.tell_ready()
+            try:
+                if not reloader.reload():
+                    now = reloader.settings
+                    with contextlib.suppress(ZlError):  # a rotated file is let go of all the same
+                        logs.set(now.log_level, now.log_format, now.log_file)
+                server.reopen_logs()
+            finally:
+                if serving:
+                    server.tell_ready()
 
-        with signals.handled(server.stop, hung_up):
+        with signals.serving(asyncio.get_running_loop().call_soon_threadsafe, server.stop, hung_up):
             try:
                 ready = await server.start(bounds, certificate.context if certificate else None, phases)
                 if ready:

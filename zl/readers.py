@@ -1,7 +1,7 @@
 """Readers of setting values: each takes what TOML, the environment or a flag holds and returns the checked value.
 
 A reader raises ValueRefusedError, whose text says what is allowed where the setting's own words do not suffice.
-Owns no state; refuses everything of zl but addresses and errors.
+Owns no state; refuses everything of zl but addresses, errors and textfile.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from zl.address import parse_address, parse_host_port
 from zl.errors import ConfigError
+from zl.textfile import read_text
 
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZE_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -84,6 +84,8 @@ def text(value: object) -> str:
     """Read a text that may be empty."""
     if not isinstance(value, str):
         raise ValueRefusedError
+    if "\0" in value:
+        raise ValueRefusedError("a text without a NUL byte")  # no path has one, and no C string
     return value
 
 
@@ -173,19 +175,16 @@ def patterns(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
-def read_token(path: str, said: str) -> str:
+def read_token(path: str, said: str, *, once: bool = False) -> str:
     """Read an auth token from a file, without the white space around it.
 
     said    what names the file: a setting or flag, for the errors
+    once    nobody reads it again: a pipe will do
     Raises  ConfigError: no file is named, or it is unreadable or empty
     """
     if not path:
         raise ConfigError(f"{said} names no file: give the path of one, or leave it out")
-    try:
-        token = Path(path).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{said} {path}: {why}; name a file with the secret that this user can read") from error
+    token = read_text(said, path, "name a file with the secret that this user can read", once=once).strip()
     if not token:
         raise ConfigError(f"{said} {path} is empty: write the secret into it")
     return token

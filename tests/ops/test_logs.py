@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -122,3 +123,85 @@ def test_a_rotated_file_is_let_go_at_the_next_set(tmp_path):
     logs.close()
     log.info("five")
     assert path.read_text().endswith("four\n")
+
+
+# --- a disk that is full ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """Let the disk be full: `writes.room` bytes still fit, None is no limit."""
+
+    class Writes:
+        room: int | None = None
+
+    real = os.write
+
+    def write(fd: int, data: bytes | memoryview) -> int:
+        if Writes.room is None:
+            return real(fd, data)
+        if not Writes.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        n = real(fd, data[: Writes.room])
+        Writes.room -= n
+        return n
+
+    monkeypatch.setattr("zl.ops.logs.os.write", write)
+    return Writes
+
+
+def test_a_full_disk_loses_lines_which_is_said_on_stderr_once_and_in_the_log_when_it_can_be(tmp_path, writes):
+    path, err = tmp_path / "zl.log", io.StringIO()
+    logs = Logs(err, {})
+    logs.set("info", "text", str(path))
+    log.info("one")
+    writes.room = 6
+    log.info("two")  # cut short in the file
+    log.info("three")
+    writes.room = None
+    log.info("four")
+    log.info("five")
+    assert path.read_text().splitlines() == [
+        "INFO one", "INFO t", "INFO four",
+        f"WARNING log_file {path}: No space left on device, lines were lost lost=2", "INFO five",
+    ]  # fmt: skip
+    assert err.getvalue() == f"zl: log_file {path}: No space left on device; lines are lost until it can be written\n"
+
+
+@pytest.mark.parametrize("after", ["stderr", "another file"])
+def test_a_log_file_on_a_full_disk_can_be_left_and_what_follows_says_so(tmp_path, after):
+    path, err = str(tmp_path / "zl.log"), io.StringIO()
+    logs = Logs(err, {})
+    logs.set("info", "text", "/dev/full")
+    log.info("lost")
+    log.info("lost")
+    logs.set("info", "text", "" if after == "stderr" else path)
+    log.info("kept")
+    said = err.getvalue().splitlines()
+    if after != "stderr":
+        said = said[:1] + (tmp_path / "zl.log").read_text().splitlines()
+    assert said == [
+        "zl: log_file /dev/full: No space left on device; lines are lost until it can be written",
+        "WARNING log_file /dev/full: No space left on device, lines were lost lost=2",
+        "INFO kept",
+    ]
+    logs.set("info", "text", "/dev/full")
+    log.info("lost")
+    logs.close()  # as a server does whose engine is stuck
+    log.info("on stderr")
+    assert err.getvalue().splitlines()[-1] == "INFO on stderr"
+
+
+def test_a_log_file_that_is_a_pipe_without_a_reader_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "p")
+    logs = Logs(io.StringIO(), {})
+    logs.set("info", "text", "")
+    with pytest.raises(ConfigError, match=r"log_file .*/p: No such device or address"):
+        logs.set("info", "text", str(tmp_path / "p"))
+    reader = os.open(tmp_path / "p", os.O_RDONLY | os.O_NONBLOCK)
+    logs.set("info", "text", str(tmp_path / "p"))
+    log.info("one")
+    assert os.read(reader, 100) == b"INFO one\n"
+    os.close(reader)
+    log.info("nobody reads")
+    logs.close()

@@ -70,6 +70,17 @@ def test_a_configuration_that_cannot_be_read_or_used_changes_nothing(said):
     ]
 
 
+def test_a_fault_of_ours_ends_a_reload_and_nothing_else(said):
+    def fail(settings: Settings) -> None:
+        raise OSError(28, "No space left on device")
+
+    old = Settings()
+    made = Reloader(old, lambda: replace(old, max_queue=3), fail)
+    assert not made.reload()
+    assert made.settings == old
+    assert said() == ["ERROR reload failed, the old configuration stays {}"]
+
+
 def test_tls_can_change_its_files_but_not_begin_or_end(said):
     plain, one = Settings(), Settings(tls_cert="a", tls_key="b")
     made, applied = reloader(plain, one)

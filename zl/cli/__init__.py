@@ -16,6 +16,7 @@ from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pul
 from zl.cli.misuse import explain, unknown_command
 from zl.cli.packages import explain_missing
 from zl.errors import ConfigError, ZlError
+from zl.ops.signals import Signals
 
 COMMANDS = {
     "serve": serve,
@@ -69,8 +70,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     return parser, commands.choices
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+def main(argv: Sequence[str] | None = None, signals: Signals | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+
+    signals  those of a server, where they are heard already
+    """
     parser, commands = build_parser()
     try:
         args, extras = parser.parse_known_args(argv)
@@ -82,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("zl: " + unknown_command(word, COMMANDS), file=sys.stderr)
             return 2
         parser.error(str(error))
+    args.signals = signals
     if args.command is None:
         if extras:
             parser.error(f"unknown flag {extras[0]}")

@@ -56,7 +56,7 @@ def add_token(parser: argparse._ActionsContainer) -> None:
 
 def token_of_flag(args: argparse.Namespace) -> str | None:
     """Read the token that the flag names; None where it is not given: clients then take `ZL_AUTH_TOKEN`."""
-    return None if args.auth_token_file is None else read_token(args.auth_token_file, "--auth-token-file")
+    return None if args.auth_token_file is None else read_token(args.auth_token_file, "--auth-token-file", once=True)
 
 
 def connect(args: argparse.Namespace) -> Client:

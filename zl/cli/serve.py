@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 from typing import Any
 
 from zl.config import SETTINGS, Settings, load, spec_of
 from zl.ops.notify import Notifier
+from zl.ops.signals import Signals, Stopped
 from zl.pull import locate
 
 HELP = "serve a model"
@@ -24,6 +26,8 @@ examples:
   zl serve --model ./my-model.gguf --listen tcp:0.0.0.0:7433 --listen unix:/run/zl.sock --metrics off
   zl serve --config zl.toml --max-rows 32 --kv-memory 2GiB
 """
+
+log = logging.getLogger("zl")
 
 FETCH_S = 120.0
 """How much longer the service manager is to wait after each sign of progress of a fetch."""
@@ -51,18 +55,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; the status is the server's."""
+    if args.signals is not None:
+        return _run(args, args.signals)
+    signals = Signals()
+    signals.install()
+    try:
+        return _run(args, signals)
+    finally:
+        signals.restore()
+
+
+def _run(args: argparse.Namespace, signals: Signals) -> int:
     flags = {setting.name: getattr(args, f"set_{setting.name}", None) for setting in SETTINGS}
 
     def read() -> Settings:
         return load(flags, file=args.config)
 
     settings = read()
-    from zl.process import run as serve  # before a model is fetched: where a package is missing, that is no use
-
     notifier = Notifier(os.environ, os.getpid())
-    path = locate(settings.model)
-    if path is None:
-        from zl.cli.pull import fetch_shown
+    try:
+        from zl.process import run as serve  # before a model is fetched: where a package is missing, that is no use
 
-        path = fetch_shown(settings.model, lambda text: notifier.status(text, extend_s=FETCH_S))
-    return serve(settings, path, notifier, read)
+        path = locate(settings.model)
+        if path is None:
+            from zl.cli.pull import fetch_shown
+
+            path = fetch_shown(settings.model, lambda text: notifier.status(text, extend_s=FETCH_S))
+        return serve(settings, path, notifier, read, signals)
+    except Stopped:
+        signals.ignore()
+        log.info("told to stop while starting")
+        notifier.stopping("told to stop while starting")
+        return 0

@@ -1,18 +1,18 @@
 """Log lines: one event a line, with fields, as words, logfmt or JSON; levels as the journal reads them.
 
-State: the handler of the "zl" logger, and the file it writes to. Text of prompts and answers never comes
-here. Refuses torch, asyncio and whatever serves.
+State: the handler of the "zl" logger, and the file it writes to. A full disk loses lines, which is counted and said as
+soon as it can be. Text of prompts and answers never comes here. Refuses torch, asyncio and whatever serves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 from zl.errors import ConfigError
@@ -73,7 +73,7 @@ class Logs:
     def __init__(self, stderr: TextIO | None = None, environ: Mapping[str, str] | None = None):
         self._stderr = sys.stderr if stderr is None else stderr
         self._environ = os.environ if environ is None else environ
-        self._file: TextIO | None = None
+        self._file: _ToFile | None = None
 
     def set(self, level: str, form: str, path: str) -> None:
         """Take these settings from now on; a log file is opened anew, so that a rotated one is let go.
@@ -82,29 +82,93 @@ class Logs:
         path     a file that lines are added to; empty: stderr
         Raises   ConfigError: the file cannot be opened; nothing has changed then
         """
-        file = _open(path) if path else None
+        file = _ToFile(path, self._stderr) if path else None
         journal = file is None and in_journal(self._stderr, self._environ)
         if form == "auto":
             form = "logfmt" if journal else "text"
-        handler = logging.StreamHandler(file or self._stderr)
-        handler.setFormatter(Lines(form, journal))
-        root = logging.getLogger()
-        for old in root.handlers[:]:
-            root.removeHandler(old)
-        root.addHandler(handler)
-        root.setLevel(level.upper())
-        if self._file is not None:
-            self._file.close()
-        self._file = file
+        self._use(file, Lines(form, journal))
+        logging.getLogger().setLevel(level.upper())
 
     def close(self) -> None:
         """Close the log file; lines go to stderr again."""
         if self._file is not None:
-            for handler in logging.getLogger().handlers:
-                if isinstance(handler, logging.StreamHandler):
-                    handler.setStream(self._stderr)
-            self._file.close()
-            self._file = None
+            self._use(None, self._file.formatter)
+
+    def _use(self, file: _ToFile | None, lines: logging.Formatter | None) -> None:
+        handler: logging.Handler = file or logging.StreamHandler(self._stderr)
+        handler.setFormatter(lines)
+        root = logging.getLogger()
+        for old in root.handlers[:]:
+            root.removeHandler(old)
+        root.addHandler(handler)
+        before, self._file = self._file, file
+        if before is not None:
+            before.close()
+            before.tell_lost()
+
+
+class _ToFile(logging.Handler):
+    """Add lines to a file. Each is written at once or lost: nothing waits that closing would have to write.
+
+    path    opened without waiting: a pipe must have its reader
+    stderr  hears of the first line that is lost, since nobody looks into a log for what is not in it
+    Raises  ConfigError: the file cannot be opened
+    """
+
+    def __init__(self, path: str, stderr: TextIO):
+        super().__init__()
+        self._path, self._stderr = path, stderr
+        self._lost, self._why = 0, ""
+        self._cut = False  # the file ends in the midst of a line
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
+                               | os.O_NONBLOCK, 0o666)  # fmt: skip
+            os.set_blocking(self._fd, True)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"log_file {path}: {why}; name a file that this user may write") from error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        try:
+            data = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+        except Exception:  # a line that cannot be made is a fault of ours, and no reason to end a server
+            self.handleError(record)
+            return
+        try:
+            self._write(data)
+        except OSError as error:
+            self._why = error.strerror or str(error)
+            self._lost += 1
+            if self._lost == 1:
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"zl: log_file {self._path}: {self._why}; lines are lost until it can be written",
+                          file=self._stderr, flush=True)  # fmt: skip
+            return
+        self.tell_lost()
+
+    def tell_lost(self) -> None:
+        """Log how many lines were lost, in the file or, once this handler has been replaced, in what came after it."""
+        if self._lost:
+            n, self._lost = self._lost, 0
+            event(logging.getLogger("zl"), logging.WARNING, f"log_file {self._path}: {self._why}, lines were lost",
+                  lost=n)  # fmt: skip
+
+    def close(self) -> None:
+        """Close the file."""
+        super().close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(b"\n" + data if self._cut else data)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        finally:
+            self._cut = bool(left) and (self._cut or len(left) < len(data))
 
 
 def in_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
@@ -114,14 +178,6 @@ def in_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
     except (OSError, ValueError):
         return False
     return environ.get("JOURNAL_STREAM", "") == f"{stat.st_dev}:{stat.st_ino}"
-
-
-def _open(path: str) -> TextIO:
-    try:
-        return Path(path).open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ConfigError(f"log_file {path}: {why}; name a file that this user may write") from error
 
 
 def _logfmt(value: Any) -> str:

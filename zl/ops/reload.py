@@ -67,6 +67,9 @@ class Reloader:
         except ZlError as error:
             event(log, logging.ERROR, f"reload refused, the old configuration stays: {error}")
             return False
+        except Exception as failure:  # a fault of ours is no reason to leave the manager waiting
+            log.error("reload failed, the old configuration stays", exc_info=failure)
+            return False
         self.settings = wanted
         taken = changed(old, wanted)
         opened = [name for name in FILES if getattr(wanted, name) not in ("", "off")]
