@@ -78,6 +78,7 @@ NEVER: dict[str, set[str]] = {
     "zl.gpu.device_patrol": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.graphs": {"triton", "zl.rows", "zl.net", "asyncio"},
     "zl.gpu.guarded": {"torch", "zl.rows", "zl.dispatch", "zl.net", "asyncio"},
+    "zl.gpu.mending": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.nvtx": {"triton", "zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.renewal": {"zl.rows", "zl.dispatch", "zl.net", "asyncio"},
     "zl.gpu.native.needs": {"torch", "zl.rows", "zl.net", "zl.text", "asyncio"},

@@ -187,7 +187,7 @@ def test_the_cpu_plan_is_what_a_guarded_step_takes(quantisation, kv, kind):
     assert tokens_per_mib == pytest.approx(2**20 / (shape.n_layers * 4 * 2 * (66 if kv == "int8" else 128)), rel=0.01)
     assert (" in int8 (" in memory.line(n_pages)) == (kv == "int8")
     guard = Guard(native, columns, slots, wide, FromSource(source), beat_s=0)
-    assert guard._drawn.nbytes == drawn_bytes(wide)
+    assert guard._mender._drawn.nbytes == drawn_bytes(wide)
     guard.close()
 
 

@@ -45,7 +45,7 @@ from zl.net import codec
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
 from zl.net.native.library import code_if_possible
-from zl.net.protocol import LAST_CALL_S, Net
+from zl.net.protocol import LAST_CALL_S, TOLD_S, Net
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
 from zl.ops.watchdog import Watchdog
@@ -66,7 +66,7 @@ STOP_S = 10.0
 STUCK_S = 1.0
 """How long one may take that is stuck."""
 
-CLOSE_S = FLUSH_S + STOP_S + 2 * CLOSING_S + 5.0
+CLOSE_S = 2 * LAST_CALL_S + FLUSH_S + STOP_S + 2 * CLOSING_S + 3.0
 """How long the service manager is to wait beyond the drain deadline."""
 
 
@@ -228,8 +228,8 @@ class Server:
         if self.listeners is not None:
             self.listeners.close()
         self.net.close_connections()
-        deadline = self._loop.time() + FLUSH_S
-        while self.net.connections and self._loop.time() < deadline:
+        deadline = self._loop.time() + (TOLD_S if self._hurry else FLUSH_S)
+        while self.net.telling and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
         for journal in (self._access, self._audit):  # every request has ended: nothing is put any more
             if journal is not None:
@@ -294,18 +294,18 @@ class Server:
         self.service.accepting = False
         if self.health.phase is Phase.READY:
             self.health.phase = Phase.DRAINING
-        if self.listeners is not None:
-            self.listeners.close()
         deadline = self._loop.time() + self._drain_s
+        if self.listeners is not None:
+            await self.listeners.finish(LAST_CALL_S)
         while self.service.in_flight and not self._hurry and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
-        # Who has just connected, or asks again and again, is to hear DRAINING, not an end without a word.
-        deadline = min(deadline, self._loop.time() + LAST_CALL_S)
-        while self.net.expecting and not self._hurry and self._loop.time() < deadline:
-            await asyncio.sleep(0.005)
         if self.service.in_flight:
             log.warning("ending %d requests that did not finish", self.service.in_flight)
             self.service.end_all("the server stopped before the answer was complete")
+        # Who has just connected, or asks again and again, is to hear DRAINING, not an end without a word.
+        deadline = self._loop.time() + LAST_CALL_S
+        while self.net.expecting and not self._hurry and self._loop.time() < deadline:
+            await asyncio.sleep(0.005)
 
     def _info(self) -> codec.ServerInfo:
         build = self.build

@@ -246,8 +246,11 @@ def test_a_row_that_is_not_finite_has_the_program_checked_before_the_next_beat(h
     through(h)
     norm[5] = float("nan")
     h.run((1, 0, 4, FIRST | SAMPLE))
-    assert not h.guard._doubtful, f"one check in {RETRY_S} s"
-    h.guard._retire("the test is over")
+    assert not h.guard._must_check(h.now), f"one check in {RETRY_S} s"
+    h.now += RETRY_S
+    assert h.guard._must_check(h.now), "put off, not forgotten"
+    h.guard.between()
+    assert h.guard.counters.retired == 2
     through(h)
 
 
@@ -271,3 +274,25 @@ def test_rows_that_begin_on_constant_pages_of_a_damaged_program_have_them_comput
         h.seat(0, prompt, [0, 2])
         assert h.run((0, PAGE, 4, FIRST | SAMPLE)) == [wanted]
         assert h.guard.counters.rebuilt_rows == 1, "a page once is enough"
+
+
+def test_constant_pages_that_are_not_finite_fail_one_row_and_not_the_next(h):
+    """The program is sound, so the pages stayed as they were: every row that began on them ended with NUMERIC."""
+    with exact_dots():
+        prompt = PROMPT[: PAGE + 4]
+        h.seat(0, prompt, [0, 2])
+        h.run((0, 0, 18, FIRST))
+        h.run((0, 18, PAGE - 18, 0))
+        (wanted,) = h.run((0, PAGE, 4, SAMPLE))
+        h.guard._suspect[:] = False
+        dict(h.step.device_tensors())["pool"][0, 0, 0, 5] = float("nan")
+        h.seat(1, prompt, [0, 3])  # page 0 is shared
+        h.now += RETRY_S
+        ((_, _, flags),) = h.run((1, PAGE, 4, FIRST | SAMPLE))
+        assert flags & NUMERIC
+    while h.guard.due():
+        h.guard.between()
+    with exact_dots():
+        h.seat(1, prompt, [0, 3])
+        assert h.run((1, PAGE, 4, FIRST | SAMPLE)) == [wanted]
+        assert (h.guard.counters.retired, h.guard.counters.rebuilt_rows) == (0, 1)

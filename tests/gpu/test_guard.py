@@ -367,7 +367,6 @@ def test_constant_pages_of_a_damaged_program_reach_no_later_row(house):
     h.native.pool()[0][:] += 1.0  # finite and wrong
     assert h.ask(texts, 10, prefix_len=2 * PAGE) != before
     h.native.packed()[9] ^= 2
-    h.guard._checked_at = -1e9
     whole = h.native.wait
 
     def once(seq: int) -> None:

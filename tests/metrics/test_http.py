@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import time
 import urllib.error
@@ -132,3 +133,25 @@ def test_a_port_in_use_is_known_before_anything_is_served(server):
     with pytest.raises(ZlError, match=f"127.0.0.1:{server.port} is in use"):
         check_address(f"127.0.0.1:{server.port}")
     check_address("127.0.0.1:0")
+
+
+@pytest.mark.parametrize("wrong", [BrokenPipeError(32, "Broken pipe"), ConnectionResetError(), TimeoutError()])
+def test_a_scraper_that_leaves_before_its_answer_is_not_our_failure(server, monkeypatch, capfd, caplog, wrong):
+    def broken(self, body):
+        raise wrong
+
+    monkeypatch.setattr("socketserver._SocketWriter.write", broken)
+    with pytest.raises(http.client.RemoteDisconnected):
+        get(server, "/metrics")
+    monkeypatch.undo()
+    assert get(server, "/metrics")[0] == 200
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+
+
+def test_a_connection_that_fails_by_our_mistake_is_in_the_log(server, monkeypatch, caplog):
+    monkeypatch.setattr("zl.metrics.http._Handler._metrics", lambda self: 1 / 0)
+    with pytest.raises(http.client.RemoteDisconnected):
+        get(server, "/metrics")
+    assert "could not be served" in caplog.text
+    assert "ZeroDivisionError" in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -195,3 +197,48 @@ def test_a_unix_socket_that_is_not_ours_keeps_its_file(tmp_path, kind):
         await asyncio.sleep(0)
 
     run(main(), kind)
+
+
+@both_loops
+@pytest.mark.parametrize("held", [False, True])
+def test_whom_the_kernel_has_connected_is_accepted_unless_others_hold_the_socket(tmp_path, kind, held):
+    async def main() -> None:
+        arena = Arena(1)
+        net = Net(loop=asyncio.get_running_loop(), app=App(accepting=False), arena=arena)
+        bounds = bind_all([TcpAddress("127.0.0.1", 0), UnixAddress(str(tmp_path / "s"))])
+        where = [bound.sock.getsockname() for bound in bounds]
+        keepers = [bound.sock.dup() for bound in bounds] if held else []
+        bounds = [dataclasses.replace(bound, held=held) for bound in bounds]
+        listeners = await listen(bounds, net.connection)
+        waiting = [socket.socket(bound.sock.family) for bound in bounds for _ in range(20)]
+        for i, sock in enumerate(waiting):
+            sock.connect(where[i // 20])
+        await listeners.finish(5.0)
+        await asyncio.sleep(0.01)
+        assert len(net.connections) == (0 if held else 40)
+        if held:
+            assert all(select.select([keeper], [], [], 0)[0] for keeper in keepers)  # for the next server
+        else:
+            assert not os.path.exists(tmp_path / "s")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(where[0])
+        for sock in [*waiting, *keepers]:
+            sock.close()
+        while net.connections:
+            await asyncio.sleep(0.001)
+        net.close()
+        arena.close()
+
+    run(main(), kind)
+
+
+def test_the_file_of_another_server_is_not_removed(tmp_path):
+    path = str(tmp_path / "s")
+    mine = bind(UnixAddress(path))
+    os.unlink(path)  # somebody makes room
+    theirs = bind(UnixAddress(path))
+    unbind(mine)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(path)
+    unbind(theirs)
+    assert not os.path.exists(path)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from tests.certificates import self_signed
 from tests.ops.kit import Service, pings
 from zl.client import Client, Draining, Unauthenticated, ZlClientError
 from zl.errors import Code
+from zl.net.codec import decode_response, encode_request
+from zl.net.frames import FrameDecoder
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -107,9 +110,10 @@ def test_term_finishes_what_runs_and_turns_away_what_comes(started):
     assert "ends at once" in server.text()
 
 
+@pytest.mark.parametrize("drain_s", ["30", "0"])
 @pytest.mark.parametrize("how", ["has said nothing", "asked a moment ago"])
-def test_one_who_asks_just_after_term_hears_why_there_is_no_answer(started, how):
-    server, address = started()
+def test_one_who_asks_just_after_term_hears_why_there_is_no_answer(started, how, drain_s):
+    server, address = started("--drain-s", drain_s)
     server.ready()
     client = Client(address)
     if how == "asked a moment ago":
@@ -118,6 +122,29 @@ def test_one_who_asks_just_after_term_hears_why_there_is_no_answer(started, how)
     time.sleep(0.3)  # it is on its way, and its sender was not on a core for a while
     with client, pytest.raises(Draining):
         client.ask("Hi", max_tokens=1)
+    assert server.close() == 0
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_who_was_connected_before_term_is_told_however_many_there_are(started, kind):
+    port = free_port()
+    server, address = started("--listen", f"tcp:127.0.0.1:{port}")
+    server.ready()
+    socks = [socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX) for _ in range(200)]
+    for sock in socks:
+        sock.connect(("127.0.0.1", port) if kind == "tcp" else address.removeprefix("unix:"))
+    server.send(signal.SIGTERM)
+    for sock in socks:
+        sock.sendall(encode_request(request_id=1, messages=["Hi"], max_tokens=1))
+    for sock in socks:
+        decoder, last = FrameDecoder(), None
+        while last is None or not last.is_finished:
+            data = sock.recv(4096)
+            assert data, "an end without a word"
+            for event in decoder.feed(data):
+                last = decode_response(event.data)
+        assert last.error is None or last.error.code == Code.DRAINING
+        sock.close()
     assert server.close() == 0
 
 

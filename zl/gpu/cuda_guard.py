@@ -62,7 +62,7 @@ class CudaGuard(Guarded):
         self._tensors = tensors
         self._beating = beat_s > 0
         self._newest = [0] * len(slots)  # by slot, the step launched last
-        self._doubtful = False  # a row was not finite: check at the next boundary
+        self._doubtful = False  # a row was not finite, and no check has followed yet
         self._checked_at = -RETRY_S
         self._suspect = np.zeros(shapes.max_rows, np.bool_)
         self._sound_pages: set[int] = set()
@@ -101,10 +101,10 @@ class CudaGuard(Guarded):
         return self._newest[slot]
 
     def wait(self, seq: int) -> None:
-        """Wait for a step; a row that is not finite has the program checked before the next one is launched."""
+        """Wait for a step; a row that is not finite has the program checked at the next boundary, or RETRY_S later."""
         self._step.wait(seq)
         self.progress_at = self._clock()
-        if self._doubtful or self.progress_at < self._checked_at + RETRY_S:
+        if self._doubtful:
             return
         for slot, newest in zip(self._slots[:-1], self._newest, strict=False):
             if newest == seq:
@@ -116,7 +116,7 @@ class CudaGuard(Guarded):
 
     def due(self) -> bool:
         """Tell whether a beat, a slice, a capture or a check is waiting."""
-        return self._doubtful or self.fallback or (self._beating and super().due())
+        return self._must_check(self._clock()) or self.fallback or (self._beating and super().due())
 
     def between(self) -> float | None:
         """Do what is due: at most a canary's step and a slice, or one capture, or a whole check."""
@@ -124,9 +124,11 @@ class CudaGuard(Guarded):
         if self.fallback:
             self._recapture(now)
             return 0.0 if self.fallback else self.heartbeat.pause(now)
-        if self._doubtful:
+        if self._must_check(now):
             self._doubtful, self._checked_at = False, now
             wrong: str | None = self.heartbeat.verify(now)
+            if not wrong:
+                self._suspect_constant_pages()  # something else made the logits so, and these go to others
         else:
             wrong = self.heartbeat.tend(now)
         if wrong:
@@ -137,12 +139,19 @@ class CudaGuard(Guarded):
             self.counters.beats += 1
         return self.heartbeat.pause(now)
 
+    def _must_check(self, now: float) -> bool:
+        """Tell whether a row was not finite and has not had its check; the last such check is RETRY_S ago at least."""
+        return self._doubtful and now >= self._checked_at + RETRY_S
+
+    def _suspect_constant_pages(self) -> None:
+        self._suspect[:-1] = True
+        self._sound_pages.clear()
+
     def _retire(self, why: str) -> None:
         """Drop the graphs, upload the weights again and check them; from then on steps run uncaptured."""
         log.error("program retired: %s; uploading the weights again", why)
         self.counters.retired += 1
-        self._suspect[:-1] = True
-        self._sound_pages.clear()
+        self._suspect_constant_pages()
         self._on_retire()
         begun = self._clock()
         self._step.drop_programs()
@@ -175,7 +184,7 @@ class CudaGuard(Guarded):
         self.progress_at = self._clock()
 
     def _heal(self, slot: int) -> None:
-        """Before a step, compute the constant pages again that its rows would begin on: a damaged program wrote them.
+        """Before a step, compute the constant pages again that its rows would begin on, where these are suspect.
 
         A row that was running keeps its KV. The program's own slot is waited for, steps that run ahead are not.
         """

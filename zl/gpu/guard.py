@@ -1,8 +1,8 @@
 """The guard: an engine that runs the native program, retires it when it is damaged, and brings it back.
 
 While the program is retired, steps run in gpu.fallback over the same KV pool, and a thread packs the weights again in
-place; the heartbeat must pass before the program serves again. State: which of both computes, the tokens of every row
-since it began, and which rows' KV a damaged program may have written. Refuses rows, dispatch, net and asyncio.
+place; the heartbeat must pass before the program serves again. State: which of both computes. What becomes of the
+rows is mending.py's. Refuses rows, dispatch, net and asyncio.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from zl.errors import InvariantError
 from zl.gpu.guarded import Guarded, words
 from zl.gpu.heartbeat import Canary, Heartbeat, Patrol
+from zl.gpu.mending import Computes, Mender
 from zl.gpu.native.packed import Packed
 from zl.gpu.native.step import NativeStep
-from zl.gpu.pinned import FIRST, NUMERIC, RowColumns, StepSlot
+from zl.gpu.pinned import RowColumns, StepSlot
 from zl.gpu.renewal import FromPacked, FromSource, Renewal
-from zl.shapes import Shapes, pages_for
+from zl.shapes import Shapes
 
 if TYPE_CHECKING:  # torch is loaded when a program is retired, and not before
     from zl.gpu.fallback import EagerStep, NativePool
@@ -35,7 +34,7 @@ POLL_S = 0.02
 """How often an idle loop looks whether the recapture has ended."""
 
 RETRY_S = 5.0
-"""Time between two recaptures where the first did not help, and between two checks for the sake of one bad row."""
+"""Time between two recaptures where the first did not help, and between two sweeps in vain for one bad row."""
 
 
 class Guard(Guarded):
@@ -72,13 +71,8 @@ class Guard(Guarded):
         self._thread: threading.Thread | None = None
         self._packed_well = False
         self._recapture_at = 0.0
-        self._checked_at = -RETRY_S
-        # Rows: the state before the step in flight, every token drawn by position, doubts about KV written before.
-        self._last_before = native.last_token.copy()
-        self._done_before = native.done.copy()
-        self._drawn = np.full((shapes.max_rows, shapes.max_model_len + 1), -1, np.int32)  # touched now
-        self._suspect = np.zeros(shapes.max_rows, np.bool_)
-        self._sound_pages: set[int] = set()
+        self._vain_at = -RETRY_S  # the newest check for a row that stayed what it was: not finite
+        self._mender = Mender(native, columns, slots, shapes, self.counters)
         self._seq = 0
         self._slot = 0
         self._flight: int | None = None
@@ -103,37 +97,33 @@ class Guard(Guarded):
             raise InvariantError(f"guard: launch of slot {slot} with step {self._flight} in flight")
         self._seq += 1
         self._slot = slot
-        np.copyto(self._last_before, self._native.last_token)
-        np.copyto(self._done_before, self._native.done)
         try:
-            self._heal(slot)
+            self._mender.heal(slot, self._engine, self._alive)
             if self._fallback is None:
                 self._flight = self._native.launch(slot)
         except Exception as failure:  # whatever it was: the fallback tells a broken program from a broken plan
             if self._fallback is not None:
                 raise
             self._retire(words(failure))
-            self._rewind(slot)
         if self._fallback is not None:
             self._compute(slot)
         return self._seq
 
     def wait(self, seq: int) -> None:
-        """Wait for step `seq`; where it failed, or a row is not finite and the program is damaged, compute it again."""
+        """Wait for step `seq`; compute it again where the program is damaged, else its rows that gave no result."""
         if seq != self._seq:
             raise InvariantError(f"step {seq} was waited for, {self._seq} was launched last")
         flight, self._flight = self._flight, None
         if flight is not None:
             try:
                 self._native.wait(flight)
-                wrong = self._doubt(self._slots[self._slot])
+                wrong = self._doubt(self._slot)
             except Exception as failure:
                 wrong = words(failure)
             if wrong:
                 self._retire(wrong)
-                self._rewind(self._slot)
                 self._compute(self._slot)
-        self._record(self._slots[self._slot])
+        self._mender.record(self._slot)
         self.progress_at = self._clock()
 
     def close(self) -> None:
@@ -167,21 +157,30 @@ class Guard(Guarded):
 
     # -- retirement and return -----------------------------------------------------------------------------------------
 
-    def _doubt(self, slot: StepSlot) -> str:
-        """Check the program at once where a row's logits were not finite: that fails a request, so be sure.
+    def _doubt(self, slot: int) -> str:
+        """Check the program at once where a row gave no result: that would fail a request. Sound, it computes it again.
 
+        The canary runs each time. Sweeping the weights and computing finite KV again is left out for RETRY_S after it
+        was in vain: prompts that drive the model out of its range may come in every second.
         Returns what is wrong with the program, or "".
         """
-        now = self._clock()
-        if not (slot.out_flags[: int(slot.n_segs[0])] & NUMERIC).any() or now < self._checked_at + RETRY_S:
+        if not len(self._mender.lost(slot)):
             return ""
-        self._checked_at = now
-        wrong = self.heartbeat.verify(now)
+        now = self._clock()
+        wrong = self.heartbeat.verify(now, sweep=now >= self._vain_at + RETRY_S)
         if wrong:
             self.counters.beats_failed += 1
-        else:
-            self.counters.beats += 1
-        return wrong
+            return wrong
+        self.counters.beats += 1
+        self._again(slot)
+        return ""
+
+    def _again(self, slot: int) -> None:
+        """Compute the rows that gave no result again; note where that was in vain."""
+        thorough = self._clock() >= self._vain_at + RETRY_S
+        self._mender.again(slot, self._engine, self._alive, thorough=thorough)
+        if len(self._mender.lost(slot)):
+            self._vain_at = self._clock()
 
     def _retire(self, why: str) -> None:
         """Put the fallback in the program's place and start the recapture."""
@@ -189,8 +188,7 @@ class Guard(Guarded):
         self.counters.retired += 1
         self._flight = None
         self._native.settle()  # sync
-        self._suspect.fill(True)
-        self._sound_pages.clear()
+        self._mender.suspect_all()
         self._on_retire()
         begun = self._clock()
         self._fallback = self._apart(self._open_fallback)
@@ -266,88 +264,20 @@ class Guard(Guarded):
         self.fallback = False
         log.warning("program recaptured: weights and canary equal those at start")
 
-    # -- steps in the fallback, and rows that a damaged program touched ------------------------------------------------
+    # -- steps in the fallback -----------------------------------------------------------------------------------------
 
     def _compute(self, slot: int) -> None:
         assert self._fallback is not None
-        self._heal(slot)
+        self._mender.heal(slot, self._fallback, self._alive)
         self._fallback.wait(self._fallback.launch(slot))
+        self._again(slot)
 
-    def _rewind(self, slot: int) -> None:
-        """Bring the row state back to before a step that may have gone any part of its way."""
-        assert self._fallback is not None
-        np.copyto(self._native.last_token, self._last_before)
-        np.copyto(self._native.done, self._done_before)
-        plan, columns = self._slots[slot], self._columns
-        for row, start in zip(plan.seg_row[: plan.n_segs[0]].tolist(), plan.seg_start.tolist(), strict=False):
-            n_prompt = int(columns.prompt_len[row])
-            drawn = self._drawn[row, n_prompt : max(n_prompt, start + 1)]
-            self._fallback.see_only(row, np.concatenate([self._native.prompt_ids[row, :n_prompt], drawn]))
+    @property
+    def _engine(self) -> Computes:
+        return self._native if self._fallback is None else self._fallback
 
-    def _record(self, slot: StepSlot) -> None:
-        """Keep the tokens drawn, by position: what a rebuilt row is computed from."""
-        n = int(slot.n_segs[0])
-        self._drawn[slot.seg_row[:n], slot.seg_start[:n] + slot.seg_len[:n]] = slot.out_token[:n]
-
-    def _heal(self, slot: int) -> None:
-        """Before a step, mend the KV that its suspect rows would read: each row once after a retirement.
-
-        A row that begins on constant pages has them computed again, so that it owes nothing to the damaged program. A
-        row that was running keeps its KV if that is finite, and is computed again from its tokens if it is not.
-        """
-        if not self._suspect.any():
-            return
-        plan = self._slots[slot]
-        for s in range(int(plan.n_segs[0])):
-            row, start, begins = int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
-            if not self._suspect[row]:
-                continue
-            self._suspect[row] = False
-            if not start or (self._native.done[row] and not begins):
-                continue
-            pages = self._columns.page_table[row, : pages_for(start)]
-            if begins:
-                if self._sound_pages.issuperset(pages.tolist()):
-                    continue
-                self._sound_pages.update(pages.tolist())
-            elif self._finite(pages, start):
-                continue
-            self._rebuild(row, start, begins)
-
-    def _finite(self, pages: np.ndarray, n_tokens: int) -> bool:
-        """Tell whether the last layer's KV is finite: what is not finite in a layer is not in those after it."""
-        import torch
-
-        assert self._pool is not None
-        k, v = self._pool.read(-1, torch.from_numpy(pages.astype(np.int64)))
-        return bool(torch.isfinite(k[:n_tokens]).all() and torch.isfinite(v[:n_tokens]).all())
-
-    def _rebuild(self, row: int, n_tokens: int, begins: bool) -> None:
-        """Compute a row's KV again up to `n_tokens`, from its prompt and the tokens drawn since.
-
-        For that time the drawn tokens are part of the row's prompt; nobody else reads its length until the row is
-        retired, which is not while its step is being launched. Of a row that begins the prompt is gathered first, and
-        once more in its own first step.
-        """
-        columns, plan = self._columns, self._slots[self._own]
-        n_prompt, done = int(columns.prompt_len[row]), int(self._native.done[row])
-        if n_tokens > n_prompt:
-            self._native.prompt_ids[row, n_prompt:n_tokens] = self._drawn[row, n_prompt:n_tokens]
-            columns.prompt_len[row] = n_tokens
-        try:
-            self._native.done[row] = 0
-            for at in range(0, n_tokens, self._shapes.step_tokens):
-                plan.n_segs[0] = 1
-                plan.seg_row[0], plan.seg_start[0] = row, at
-                plan.seg_flags[0] = FIRST if begins and not at else 0
-                plan.seg_len[0] = min(self._shapes.step_tokens, n_tokens - at)
-                engine = self._native if self._fallback is None else self._fallback
-                engine.wait(engine.launch(self._own))
-                self.progress_at = self._clock()
-        finally:
-            columns.prompt_len[row] = n_prompt
-            self._native.done[row] = done
-        self.counters.rebuilt_rows += 1
+    def _alive(self) -> None:
+        self.progress_at = self._clock()
 
 
 def open_guard(

@@ -24,6 +24,7 @@ class GuardCounters:
     recaptured: int = 0
     recaptures_failed: int = 0
     rebuilt_rows: int = 0
+    saved_rows: int = 0  # gave no result, and did when computed again
 
 
 class Guarded(ABC):

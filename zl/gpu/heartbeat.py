@@ -66,21 +66,17 @@ class Canary:
     """
 
     def __init__(self, program: Program, columns: RowColumns, slots: list[StepSlot], slot: int, shapes: Shapes):
-        self._program = program
+        self._program, self._columns = program, columns
         self._slot, self._index = slots[slot], slot
-        self._row = row = shapes.max_rows - 1
+        self._row, self._page = shapes.max_rows - 1, shapes.n_pages - 1
         self.n_prompt = n = min(PROMPT_TOKENS, shapes.step_tokens, PAGE - DECODE_STEPS)
-        vocab = program.shape.vocab
-        columns.put_ids(row, [(17 + 7_919 * i) % vocab for i in range(n)])
-        columns.max_new[row] = PAGE
-        columns.page_table[row, 0] = shapes.n_pages - 1
-        columns.temperature[row], columns.top_p[row], columns.penalty[row] = 0.8, 0.95, 1.1
-        columns.seed[row] = 20_240_229
-        columns.row_flags[row] = IGNORE_EOS | LOGPROBS
-        self._logits = np.zeros(vocab, np.float32)
+        self._ids = [(17 + 7_919 * i) % program.shape.vocab for i in range(n)]
+        self._logits = np.zeros(program.shape.vocab, np.float32)
 
     def step(self, i: int) -> Reading:
         """Run the canary's step `i`, 0 to N_STEPS - 1 in order; no other step in flight. # sync"""
+        if i == 0:
+            self._seat()
         slot = self._slot
         slot.n_segs[0] = 1
         slot.seg_row[0] = self._row
@@ -94,6 +90,16 @@ class Canary:
             int(slot.out_flags[0]),
             zlib.crc32(self._logits.view(np.uint8).data),
         )
+
+    def _seat(self) -> None:
+        """Write the row's columns: before each beat, since damage to them would let no program ever pass again."""
+        columns, row = self._columns, self._row
+        columns.put_ids(row, self._ids)
+        columns.max_new[row] = PAGE
+        columns.page_table[row, 0] = self._page
+        columns.temperature[row], columns.top_p[row], columns.penalty[row] = 0.8, 0.95, 1.1
+        columns.seed[row] = 20_240_229
+        columns.row_flags[row] = IGNORE_EOS | LOGPROBS
 
     def run(self) -> list[Reading]:
         """Run all steps."""

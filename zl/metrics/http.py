@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -101,6 +102,11 @@ class _Server(ThreadingHTTPServer):
         """Accept until `shutdown`."""
         name_this_thread("zl-metrics")
         self.serve_forever(0.05)
+
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
+        """Take what broke a connection: that a scraper leaves before its answer is its own matter."""
+        if not isinstance(sys.exception(), OSError):
+            log.exception("metrics: a connection of %s could not be served", client_address)
 
     def server_bind(self) -> None:
         """Bind without the look-up of the host's full name that http.server does: it may wait for a resolver."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import socket
 import ssl
 import stat
@@ -30,11 +31,17 @@ FIRST_SYSTEMD_FD = 3  # SD_LISTEN_FDS_START, sd_listen_fds(3)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A listening socket. `owned_path`: the Unix socket file that we made and remove again."""
+    """A listening socket.
+
+    owned_path  the Unix socket file that we made and remove again, if it still is that file: `inode`
+    held        somebody else has it too, and keeps it when we are gone
+    """
 
     sock: socket.socket
     name: str
     owned_path: str = ""
+    inode: int = 0
+    held: bool = False
 
     @property
     def ip(self) -> str:
@@ -68,9 +75,14 @@ def bind_all(addresses: Iterable[Address]) -> list[Bound]:
 def unbind(bound: Bound) -> None:
     """Close a listening socket and remove the file that we made for it, if it still is that file."""
     bound.sock.close()
+    _remove_file(bound)
+
+
+def _remove_file(bound: Bound) -> None:
     if bound.owned_path:
         with contextlib.suppress(OSError):
-            os.unlink(bound.owned_path)
+            if os.lstat(bound.owned_path).st_ino == bound.inode:
+                os.unlink(bound.owned_path)
 
 
 def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
@@ -100,7 +112,7 @@ def systemd_sockets(environ: Mapping[str, str], pid: int) -> list[Bound]:
         os.set_inheritable(fd, False)
         sock.setblocking(False)
         _no_delay(sock)
-        bounds.append(Bound(sock, f"systemd:{name} ({_address_of(sock)})"))
+        bounds.append(Bound(sock, f"systemd:{name} ({_address_of(sock)})", held=True))
     return bounds
 
 
@@ -109,7 +121,7 @@ class Listeners:
 
     def __init__(self, servers: list[asyncio.AbstractServer], bounds: list[Bound], tls: bool = False):
         self._servers = servers
-        self._bounds = bounds
+        self._bounds = list(bounds)
         self._tls = tls
 
     @property
@@ -120,6 +132,25 @@ class Listeners:
             for bound in self._bounds
         ]
 
+    async def finish(self, seconds: float) -> None:
+        """Accept those whom the kernel has connected already, `seconds` at most, and no more: else it would reset them.
+
+        Who waits at a socket that others hold stays there, for the next server.
+        """
+        loop = asyncio.get_running_loop()
+        poll = select.poll()
+        for server, bound in zip(self._servers, self._bounds, strict=True):
+            if bound.held:
+                server.close()
+            else:
+                _remove_file(bound)  # nobody new finds it
+                poll.register(bound.sock, select.POLLIN)
+        until = loop.time() + seconds
+        while poll.poll(0) and loop.time() < until:
+            await asyncio.sleep(0)  # a turn of the loop may accept no more than one
+        await asyncio.sleep(0.005)  # and what it has accepted becomes a connection some turns later
+        self.close()
+
     def close(self) -> None:
         """Accept no more; connections that exist live on."""
         for server in self._servers:
@@ -127,6 +158,7 @@ class Listeners:
         for bound in self._bounds:
             unbind(bound)
         self._servers.clear()
+        self._bounds.clear()
 
 
 async def listen(
@@ -190,7 +222,7 @@ def _bind_unix(address: UnixAddress) -> Bound:
     except OSError as error:
         sock.close()
         raise _cannot_listen(address, error) from None
-    return Bound(sock, str(address), address.path)
+    return Bound(sock, str(address), address.path, os.lstat(address.path).st_ino)
 
 
 def _remove_stale(address: UnixAddress) -> None:
