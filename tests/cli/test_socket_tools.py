@@ -307,6 +307,7 @@ def test_files_may_stand_behind_flags(server, tmp_path, line):
 def test_turns_may_stand_behind_flags_and_a_flag_that_is_none_is_refused():
     made = request(zl("frame", "a", "--id", "3", "b", "--seed", "1", "c"))
     assert (made.request_id, made.messages) == (3, [b"a", b"b", b"c"])
+    assert request(zl("frame", "a", "--id", "3", "--", "--sed")).messages == [b"a", b"--sed"]
     wrong = zl("frame", "a", "--id", "3", "b", "--sed", "1")
     assert (wrong.returncode, b"unknown flag --sed" in wrong.stderr) == (2, True)
     bare = zl("nc")

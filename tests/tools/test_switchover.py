@@ -255,7 +255,7 @@ def switch(site: Site, *arguments: str, until: str = "", number: signal.Signals 
     while until and until not in out and until not in "\n".join(site.run):
         assert time.monotonic() < deadline
         if select.select([process.stdout], [], [], 0.02)[0]:
-            out += process.stdout.readline()
+            out += os.read(process.stdout.fileno(), 4096).decode()
     if until:
         process.send_signal(number)
     rest, err = process.communicate(timeout=30)
@@ -299,7 +299,7 @@ def test_a_second_signal_does_not_end_the_rollback(site):
 
 
 def test_a_signal_while_the_old_one_drains_says_what_serves_and_what_is_left(site):
-    write_slow(site, stop="sleep 30")
+    write_slow(site, stop="exec sleep 3 >/dev/null 2>&1")
     (site.folder / "switch.toml").write_text((site.folder / "switch.toml").read_text().replace("= 3", "= 0.1"))
     with site.server("blue"), site.server("green"):
         status, _, err = switch(site, "green", until="stop blue")
@@ -309,7 +309,7 @@ def test_a_signal_while_the_old_one_drains_says_what_serves_and_what_is_left(sit
 
 
 def test_a_signal_during_a_rolling_restart_says_what_serves_and_what_is_left(site):
-    write_slow(site, stop=f"touch {site.folder}/blue.ill; sleep 30")
+    write_slow(site, stop=f"touch {site.folder}/blue.ill; exec sleep 3 >/dev/null 2>&1")
     with site.server("blue"), site.server("green"):
         status, _, err = switch(site, "--roll", until="stop blue")
         time.sleep(0.1)

@@ -147,8 +147,9 @@ def _more_words(args: argparse.Namespace, extras: list[str]) -> list[str]:
 
     argparse gives an argument that may be repeated only the words up to the first flag, and calls the others unknown.
     """
-    if args.command not in _MANY or any(word.startswith("-") and word != "-" for word in extras):
+    at = extras.index("--") if "--" in extras else len(extras)  # behind it, nothing is a flag
+    if args.command not in _MANY or any(word.startswith("-") and word != "-" for word in extras[:at]):
         return extras
     name = _MANY[args.command]
-    setattr(args, name, [*getattr(args, name), *extras])
+    setattr(args, name, [*getattr(args, name), *extras[:at], *extras[at + 1 :]])
     return []
