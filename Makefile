@@ -17,8 +17,6 @@ EXTRA :=
 CONSTRAINTS := -c constraints/cpu.txt
 endif
 
-SOCKET := $(if $(wildcard $(XDG_RUNTIME_DIR)),$(XDG_RUNTIME_DIR)/zl.sock,/tmp/zl-$(shell id -u).sock)
-
 .PHONY: help install pull serve test lint determinism dist soak rolling gpu-check clean
 .DEFAULT_GOAL := help
 
@@ -42,8 +40,8 @@ $(VENV)/.installed-test: $(VENV)/.installed
 pull: install ## fetch the embedded model into the user's cache
 	@$(BIN)/zl pull >/dev/null
 
-serve: pull ## serve the embedded model; Ctrl-C ends it
-	@exec $(BIN)/zl serve --listen tcp:127.0.0.1:7433 --listen 'unix:$(SOCKET)'
+serve: pull ## serve the embedded model, as ZL_* and ZL_CONFIG say; Ctrl-C ends it
+	@exec $(BIN)/zl serve
 
 test: $(VENV)/.installed-test pull ## run the tests; make test ARGS='-k cancel' picks some
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)

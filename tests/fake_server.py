@@ -32,7 +32,8 @@ from zl.net.codec import (
 )
 from zl.net.frames import PING, FrameDecoder, Payload, Ping, frame
 
-INFO = ServerInfo(version="0.0.1", model="fake", vocab_size=10, max_batch=4, device="none", build_id="b1")
+INFO = ServerInfo(version="0.0.1", model="fake", vocab_size=10, max_batch=4, max_model_len=4_096, device="none",
+                  build_id="b1")  # fmt: skip
 
 CONTEXT_BYTES = 1_000
 """More context than this is cut, or so the usage says."""

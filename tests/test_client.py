@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -26,9 +29,12 @@ from zl.client import (
     TimedOut,
     Timeouts,
     Unauthenticated,
+    UnsupportedContent,
     ZlClientError,
 )
+from zl.client.messages import request_fields
 from zl.errors import ConfigError
+from zl.net.frames import frame
 
 ERRORS = [
     ("BAD_REQUEST", BadRequest),
@@ -112,6 +118,9 @@ def test_token_ids_travel_as_tokens(tcp):
         ({"system": [1]}, "all text or all token ids"),
         ({"system": "\ud800"}, "surrogate"),
         ({"context": 3}, "context|turn"),
+        ({"stop": 5}, "stop is 5: it must be a text, or a list of texts"),
+        ({"stop": [5]}, r"stop is \[5\]: it must be"),
+        ({"type": 1.5}, "type is 1.5: it must be one of chat"),
     ],
 )
 def test_what_cannot_be_put_on_the_wire_is_refused_before_it(tcp, options, names):
@@ -120,6 +129,52 @@ def test_what_cannot_be_put_on_the_wire_is_refused_before_it(tcp, options, names
             client.ask("say x", **options)
         assert client.ask("say still alive").text == "still alive "
     assert len(tcp.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ({"role": "user"}, "messages is a chat object: .*from_chat"),
+        ({"role": "user", "content": "hi"}, "messages is a chat object: .*from_chat"),
+        ({"text": "hi"}, "text models only"),
+        (5, "messages is 5: it must be a question .* or a list of the turns"),
+        (None, "messages is None: it must be a question"),
+        ({"a", "b"}, "it must be a question"),
+        ((word for word in ("a",)), "it must be a question"),
+        ([1, 2, 3], r"messages\[0\] is 1, neither text nor a list of token ids"),
+        ([{"role": "user"}], r"messages\[0\] is a chat object"),
+        (["hi", None, "ho"], "all text or all token ids"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_what_to_hand_in(messages, words):
+    with pytest.raises(ZlClientError, match=words) as caught:
+        request_fields(messages, {})
+    assert isinstance(caught.value, BadRequest | UnsupportedContent)
+
+
+def test_a_server_that_speaks_http_is_called_by_its_name():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def answer() -> None:
+            for _ in range(2):
+                conn, _ = listener.accept()
+                with conn:
+                    conn.recv(1)
+                    conn.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+                    conn.shutdown(socket.SHUT_WR)
+                    while conn.recv(4096):
+                        pass
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+        words = "does not speak zl's protocol: this is HTTP: .*metrics .9433 .*zl's own is 7433"
+        with Client(address, timeout=10) as client, pytest.raises(StreamBroken, match=words):
+            client.ask("hi")
+        done = subprocess.run(
+            [sys.executable, "-m", "zl", "nc", address], input=frame(b"x"), capture_output=True, timeout=60, check=False
+        )
+        assert re.search(words, done.stderr.decode()), done.stderr
+        thread.join(10)
 
 
 def test_streams_on_one_connection_interleave_and_keep_apart(server):

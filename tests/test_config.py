@@ -154,6 +154,53 @@ def test_auth_token_comes_from_file_or_environment_and_is_never_shown(tmp_path):
         load(file=bad, environ={})
 
 
+@pytest.mark.parametrize("name", ["auth_token", "auth_token_file", "tls_cert", "tls_key"])
+def test_an_empty_secret_or_file_opens_no_door(write, name):
+    for said, where in (
+        ({"environ": {f"ZL_{name.upper()}": ""}}, rf"environment variable ZL_{name.upper()}"),
+        ({"environ": {}, "file": write(f'[server]\n{name} = ""\n')}, r"zl\.toml:2"),
+        ({"environ": {}, "flags": {name: ""}}, "--" + name.replace("_", "-")),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name} = '' \(.*{where}\): must be .*leave it out, or unset it"):
+            load(**said)
+    assert load(environ={}).auth_token == ""
+
+
+@pytest.mark.parametrize("token", ["  ", "\n", "\udcff"])
+def test_a_secret_that_nobody_can_say_is_refused_and_not_shown(token):
+    with pytest.raises(ConfigError, match=r"auth_token = \(hidden\) \(environment variable ZL_AUTH_TOKEN\)"):
+        load(environ={"ZL_AUTH_TOKEN": token})
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_setting(write):
+    for said, where in (
+        ({"flags": {"auth_token_file": "/nope"}, "environ": {}}, "--auth-token-file"),
+        ({"environ": {"ZL_AUTH_TOKEN_FILE": "/nope"}}, "environment variable ZL_AUTH_TOKEN_FILE"),
+        ({"environ": {}, "file": write('[server]\nauth_token_file = "/nope"\n')}, r"zl\.toml:2"),
+    ):
+        with pytest.raises(ConfigError, match=rf"auth_token_file \(.*{where}\) /nope: No such file"):
+            load(**said)
+    with pytest.raises(ConfigError, match=r"config file \(ZL_CONFIG\) /nope: No such file"):
+        load(environ={"ZL_CONFIG": "/nope"})
+
+
+def test_what_others_call_the_address_says_what_it_is_here(write):
+    for name in ("port", "host"):
+        with pytest.raises(ConfigError, match=rf":2: unknown key '{name}' in \[server\]: that is listen = 'tcp:127\."):
+            load(file=write(f"[server]\n{name} = 7533\n"), environ={})
+        with pytest.raises(ConfigError, match=rf":1: unknown key '{name}': that is listen = 'tcp:.*' in \[server\]"):
+            load(file=write(f"{name} = 7533\n"), environ={})
+        with pytest.raises(ConfigError, match=rf"ZL_{name.upper()}: that is ZL_LISTEN=tcp:127\.0\.0\.1:7433"):
+            load(environ={f"ZL_{name.upper()}": "7533"})
+    assert load(file=write("[server]\nlisten = 'tcp:127.0.0.1:7433'\n"), environ={}).listen == ("tcp:127.0.0.1:7433",)
+
+
+@pytest.mark.parametrize("kind", ["tcp:", "http://", "tls:"])
+def test_an_address_where_host_and_port_are_wanted_says_what_to_leave_out(kind):
+    with pytest.raises(ConfigError, match=rf"write it without {kind}, as in 127\.0\.0\.1:9533$"):
+        load({"metrics": f"{kind}127.0.0.1:9533"}, environ={})
+
+
 @pytest.mark.parametrize(
     ("text", "address"),
     [

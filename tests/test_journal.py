@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zl.errors import ConfigError
-from zl.journal import Journal, rotated, utc
+from zl.journal import Journal, check, rotated, utc
 
 
 def make(path: Path, render=None, **options) -> Journal:
@@ -183,6 +183,57 @@ def test_a_path_that_cannot_be_opened_stops_the_start(tmp_path):
         make(tmp_path / "none" / "j")
     with pytest.raises(ConfigError, match="Is a directory"):
         make(tmp_path)
+
+
+def test_a_path_is_checked_without_a_journal_and_named_with_its_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"^audit_log .*none/j: cannot be appended to: No such file.*; name another"):
+        check(tmp_path / "none" / "j", "audit_log")
+    with pytest.raises(ConfigError, match=r"^access_log .*Is a directory"):
+        make(tmp_path, setting="access_log")
+    check(tmp_path / "j", "audit_log", 0o600)
+    assert stat.S_IMODE((tmp_path / "j").stat().st_mode) == 0o600
+    (tmp_path / "j").write_bytes(b"kept\n")
+    check(tmp_path / "j", "audit_log")
+    assert (tmp_path / "j").read_bytes() == b"kept\n"
+
+
+def test_two_journals_on_one_file_are_warned_of_by_each_that_comes_later(tmp_path, caplog):
+    path = tmp_path / "j"
+    first = make(path, setting="access_log")
+    check(path, "access_log")  # a look is no second journal
+    assert caplog.text == ""
+    second = make(path, setting="access_log")
+    assert f"access_log {path}: another server writes to this file too" in caplog.text
+    first.put({"n": 1})
+    first.close()
+    caplog.clear()
+    third = make(path)  # the first is gone, the second is not
+    assert "another server" in caplog.text
+    caplog.clear()
+    third.close()
+    second.put({"n": 2})
+    second.close()
+    last = make(path)
+    last.close()
+    assert caplog.text == ""
+    assert [line["n"] for line in lines(path)] == [1, 2]
+
+
+def test_the_lock_goes_with_the_file_that_is_put_aside(tmp_path, caplog):
+    path = tmp_path / "j"
+    journal = make(path, max_bytes=100)
+    for n in range(8):
+        journal.put({"n": n, "padding": "x" * 20})
+        until(lambda n=n: journal.counters.lines > n)
+    assert journal.counters.rotations > 1
+    path.rename(tmp_path / "moved")
+    journal.reopen()
+    until(path.exists)
+    assert caplog.text == ""
+    second = make(path)
+    assert "another server" in caplog.text
+    second.close()
+    journal.close()
 
 
 def test_close_does_not_wait_for_ever(tmp_path, caplog):

@@ -45,7 +45,7 @@ class Access:
     """Log the requests of a server. Raises ConfigError: the file cannot be opened."""
 
     def __init__(self, path: str | Path, *, max_bytes: int, keep: int):
-        self.journal = Journal(path, self._lines, max_bytes=max_bytes, keep=keep)
+        self.journal = Journal(path, self._lines, max_bytes=max_bytes, keep=keep, setting="access_log")
 
     def ended(self, job: Job, at_ns: int) -> None:
         """Take a job that has ended, at a moment of time.perf_counter_ns; nothing of it may change any more."""

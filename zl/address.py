@@ -59,6 +59,11 @@ def parse_host_port(text: str, *, port_zero: bool = False, example: int = DEFAUL
 
     Raises  ConfigError: what is wrong with the text, with a correct example
     """
+    for kind in ("tcp:", "tls:", "http://", "https://"):
+        if text.startswith(kind):
+            plain = text.removeprefix(kind).partition("/")[0]
+            shown = plain or f"{DEFAULT_HOST}:{example}"
+            raise ConfigError(f"{text!r} is no HOST:PORT: write it without {kind}, as in {shown}")
     host, colon, port_text = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

@@ -56,6 +56,9 @@ DEFAULT_PATTERNS: Mapping[str, str] = MappingProxyType(
 )
 """By name. Every repetition in them is bounded, and none begins inside a number, so a search takes linear time."""
 
+MODE = 0o600
+"""Of the file: it is for the server's user alone."""
+
 
 @dataclass(slots=True)
 class Record:
@@ -99,7 +102,9 @@ class Audit:
             self._finder.find("1")  # what is wrong with it shows at start
         except OSError as error:
             raise ConfigError(f"audit_log: {error}; allow this service to start one, or say off") from error
-        self.journal = Journal(path, self._lines, max_bytes=max_bytes, keep=keep, mode=0o600, durable=True)
+        self.journal = Journal(
+            path, self._lines, max_bytes=max_bytes, keep=keep, mode=MODE, durable=True, setting="audit_log"
+        )
 
     def begin(self, job: Job) -> None:
         """Have a new job's tokens recorded; before it is admitted, so that the engine computes logprobs for it."""

@@ -70,7 +70,7 @@ def _temperature(default: float, help: str) -> Any:
 
 
 def _file(section: str, help: str) -> Any:
-    return _setting("", Spec(section, readers.text, "the path of a file that this user can read", help, metavar="FILE"))
+    return _setting("", Spec(section, readers.path, "the path of a file that this user can read", help, metavar="FILE"))
 
 
 _MODEL = Spec("model", readers.name, "a path, or a name that `zl pull` knows",
@@ -82,7 +82,8 @@ _PROMPTS = Spec("model", readers.texts, "a list of texts (as JSON in the environ
 _LISTEN = Spec("server", readers.listen, "tcp:HOST:PORT or unix:PATH, one or more",
                "tcp:HOST:PORT or unix:PATH; may be repeated", metavar="ADDR", many=True)  # fmt: skip
 _METRICS = Spec("server", readers.metrics, "HOST:PORT or off", "where metrics are scraped", metavar="HOST:PORT|off")
-_TOKEN = Spec("server", readers.text, "a text", "secret that clients must say hello with", flag=False)
+_TOKEN = Spec("server", readers.secret, "a text that is not empty", "secret that clients must say hello with",
+              flag=False)  # fmt: skip
 _LOG_FILE = Spec("server", readers.text, "a path in a folder that this user may write",
                  "file to log to, opened anew at each reload; stderr where none is named", metavar="FILE")  # fmt: skip
 _ACCESS = Spec("logs", readers.name, "the path of a file, or off", "file for one JSON line a finished request",
@@ -167,6 +168,9 @@ SETTINGS: tuple[Field[Any], ...] = fields(Settings)
 POLICY = tuple(each.name for each in SETTINGS if each.metadata["spec"].section == "policy")
 """The settings that decide what becomes of a request past a threshold."""
 
+_NO_SETTING = dict.fromkeys(("port", "host", "bind", "address"), ("listen", "tcp:127.0.0.1:7433"))
+"""What many name a setting by habit that has another name here."""
+
 _SECTIONS = {each.name: each.metadata["spec"].section for each in SETTINGS}
 
 
@@ -189,9 +193,11 @@ def load(
     environ = os.environ if environ is None else environ
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    said = "config file" if file else "config file (ZL_CONFIG)"
     file = file or environ.get("ZL_CONFIG") or None
-    layers = [config_sources.from_file(Path(file), _SECTIONS)] if file else []
-    layers += [config_sources.from_environ(environ, _SECTIONS), config_sources.from_flags(flags or {}, _SECTIONS)]
+    layers = [config_sources.from_file(Path(file), _SECTIONS, _NO_SETTING, said)] if file else []
+    layers.append(config_sources.from_environ(environ, _SECTIONS, _NO_SETTING))
+    layers.append(config_sources.from_flags(flags or {}, _SECTIONS))
     for layer in layers:
         for name, source, value in layer:
             given[name], sources[name] = _read(name, source, value), source
@@ -199,7 +205,9 @@ def load(
         if given.get("auth_token"):
             raise ConfigError(f"auth_token ({sources['auth_token']}) and auth_token_file "
                               f"({sources['auth_token_file']}) are both set: keep one")  # fmt: skip
-        given["auth_token"] = readers.read_token(given["auth_token_file"])
+        given["auth_token"] = readers.read_token(
+            given["auth_token_file"], f"auth_token_file ({sources['auth_token_file']})"
+        )
     settings = Settings(**_fitting_defaults(given) | {"listen": default_listen(environ)} | given)
     _check(settings, sources)
     return settings
@@ -210,7 +218,7 @@ def _read(name: str, source: str, value: object) -> Any:
     try:
         return spec.read(value)
     except readers.ValueRefusedError as refused:
-        shown = "(hidden)" if name == "auth_token" else repr(value)
+        shown = "(hidden)" if name == "auth_token" and value != "" else repr(value)
         allowed = refused.args[0] if refused.args else spec.allowed
         raise ConfigError(f"{name} = {shown} ({source}): must be {allowed}") from None
 

@@ -1,7 +1,8 @@
 """What the sources of settings say, before any value is read: a TOML file, the environment, a command's flags.
 
 Each gives (setting, where it was said, value), and refuses names that no setting has, with the nearest that one has.
-`sections` maps each setting to its TOML table. Owns no state; refuses everything of zl but errors.
+`sections` maps each setting to its TOML table, `instead` names that people write by habit to what they mean. Owns no
+state; refuses everything of zl but errors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from zl.errors import ConfigError
 
@@ -18,42 +20,54 @@ ENV_PREFIX = "ZL_"
 OTHER_ENVIRONMENT = frozenset({"ZL_CONFIG", "ZL_CONNECT", "ZL_CA"})
 """Variables that are zl's without being a server setting."""
 
+Instead = Mapping[str, tuple[str, str]]
+"""A name that no setting has: the one that is meant, and an example of its value."""
+
+_NONE: Instead = MappingProxyType({})
+
 Said = tuple[str, str, object]
 """A setting's name, where it was said, and what."""
 
 
-def from_file(path: Path, sections: Mapping[str, str]) -> Iterator[Said]:
+def from_file(
+    path: Path, sections: Mapping[str, str], instead: Instead = _NONE, said: str = "config file"
+) -> Iterator[Said]:
     """Give the settings of a TOML file. ConfigError: it cannot be read, or line and name of what is no setting."""
     try:
         text = path.read_text("utf-8")
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{said} {path} is not valid TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{said} {path}: {getattr(error, 'strerror', None) or error}") from error
     named = sorted(set(sections.values()))
     for section, table in tables.items():
         if section not in named or not isinstance(table, dict):
             kind = "table" if isinstance(table, dict) else "key"
-            what = _misplaced(section, "", sections) or f"unknown {kind} {section!r}{_suggest(section, named)}"
+            close = _meant(section, sections, instead) or _suggest(section, named)
+            what = _misplaced(section, "", sections) or f"unknown {kind} {section!r}{close}"
             raise ConfigError(f"{path}:{_line_of(text, '', section)}: {what} (tables: {', '.join(named)})")
         for key, value in table.items():
             where = f"{path}:{_line_of(text, section, key)}"
             if sections.get(key) != section:
-                nearest = _nearest(key, section, sections)
+                nearest = _meant(key, sections, instead) or _nearest(key, section, sections)
                 what = _misplaced(key, section, sections) or f"unknown key {key!r} in [{section}]{nearest}"
                 raise ConfigError(f"{where}: {what}")
             yield key, where, value
 
 
-def from_environ(environ: Mapping[str, str], sections: Mapping[str, str]) -> Iterator[Said]:
+def from_environ(
+    environ: Mapping[str, str], sections: Mapping[str, str], instead: Instead = _NONE
+) -> Iterator[Said]:
     """Give the settings among the environment's variables. ConfigError: one begins with ZL_ and is none."""
     known = {ENV_PREFIX + name.upper(): name for name in sections}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENVIRONMENT:
             continue
         if variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{_suggest(variable, known)}; mend or unset it")
+            meant, example = instead.get(variable.removeprefix(ENV_PREFIX).lower(), ("", ""))
+            close = f": that is {ENV_PREFIX}{meant.upper()}={example}" if meant else _suggest(variable, known)
+            raise ConfigError(f"unknown environment variable {variable}{close}; mend or unset it")
         yield known[variable], f"environment variable {variable}", environ[variable]
 
 
@@ -71,6 +85,12 @@ def _nearest(key: str, section: str, sections: Mapping[str, str]) -> str:
     own = _suggest(key, [name for name, its in sections.items() if its == section])
     close = [] if own else difflib.get_close_matches(key, sections, n=1)
     return own or (f": did you mean {close[0]!r} in [{sections[close[0]]}]?" if close else "")
+
+
+def _meant(key: str, sections: Mapping[str, str], instead: Instead) -> str:
+    """Say which setting is meant by a name that is used for it elsewhere; "" where there is none."""
+    meant, example = instead.get(key, ("", ""))
+    return f": that is {meant} = {example!r} in [{sections[meant]}]" if meant else ""
 
 
 def _misplaced(key: str, section: str, sections: Mapping[str, str]) -> str:

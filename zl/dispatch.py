@@ -127,7 +127,7 @@ class Dispatcher:
             raise RequestError(
                 Code.LIMIT_EXCEEDED,
                 f"prompt of {len(job.prompt)} and answer of {job.max_new} tokens need {need} KV pages, "
-                f"the server has {self._pages.n_pages}; ask for fewer max_tokens",
+                f"the server has {self._pages.n_pages} (kv_memory); ask for fewer max_tokens",
                 field="max_tokens",
             )
         self.counters.admitted += 1

@@ -7,6 +7,7 @@ soon as the file can be written again, said in it. Refuses torch, numpy, asyncio
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -66,6 +67,7 @@ class Journal:
     keep       files put aside that stay; 0: all of them
     max_queue  entries that may wait
     durable    whatever was written is on the disk before more is taken
+    setting    names the path, for errors and the log
     Raises     ConfigError: the file cannot be opened
     """
 
@@ -79,8 +81,10 @@ class Journal:
         max_queue: int = 4_096,
         mode: int = 0o640,
         durable: bool = False,
+        setting: str = "journal",
     ):
         self.path = Path(path)
+        self._setting = setting
         self._render = render
         self._max_bytes, self._keep, self._max_queue = max_bytes, keep, max_queue
         self._mode, self._durable = mode, durable
@@ -93,8 +97,7 @@ class Journal:
         try:
             self._open()
         except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(f"{path}: cannot be appended to: {why}; name another file, or off") from error
+            raise _refused(path, setting, error) from error
         self._thread = threading.Thread(target=self._run, name=f"zl-{self.path.stem}", daemon=True)
         self._thread.start()
 
@@ -187,11 +190,11 @@ class Journal:
             os.fdatasync(self._fd)
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
-        fresh = not self.path.exists()
-        self._fd = os.open(self.path, flags, self._mode)
-        if fresh:
-            os.fchmod(self._fd, self._mode)  # whatever the umask; what an administrator has changed stays
+        self._fd = _opened(self.path, self._mode)
+        if not _locked(self._fd):
+            # A warning only: where servers take turns (blue and green), two may be up for a while, and both must serve.
+            log.warning("%s %s: another server writes to this file too, and each would put it aside under the other: "
+                        "give each a file of its own", self._setting, self.path)  # fmt: skip
         self._size = os.fstat(self._fd).st_size
         # Where a crash or a full disk cut a line short, the next one must not be glued to it.
         if self._size and os.pread(self._fd, 1, self._size - 1) not in (b"\n", b""):
@@ -215,6 +218,46 @@ class Journal:
         if self._keep:
             for old in rotated(self.path)[: -self._keep]:
                 old.unlink(missing_ok=True)
+
+
+def check(path: str | Path, setting: str, mode: int = 0o640) -> None:
+    """Refuse a path that a Journal could not open; what it would make is made. ConfigError: path, setting, why."""
+    try:
+        os.close(_opened(Path(path), mode))
+    except OSError as error:
+        raise _refused(path, setting, error) from error
+
+
+def _opened(path: Path, mode: int) -> int:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
+    fresh = not path.exists()
+    fd = os.open(path, flags, mode)
+    if fresh:
+        os.fchmod(fd, mode)  # whatever the umask; what an administrator has changed stays
+    return fd
+
+
+def _refused(path: str | Path, setting: str, error: OSError) -> ConfigError:
+    why = error.strerror or error
+    return ConfigError(f"{setting} {path}: cannot be appended to: {why}; name another file, or off")
+
+
+def _locked(fd: int) -> bool:
+    """Say whether nobody else has a journal in this file; the lock on the open file tells those who come later.
+
+    It is shared, so that of three the third still learns of the second when the first is gone; only to ask, it is taken
+    alone for a moment. It is let go of with the file that is put aside.
+    """
+    alone = True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        alone = False
+    except OSError:
+        return True  # a file system without locks
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return alone
 
 
 def rotated(path: Path) -> list[Path]:

@@ -25,12 +25,12 @@ from zl.exposure import warning
 from zl.health import Phase
 from zl.net.listen import Bound, bind_all, systemd_sockets, unbind
 from zl.net.tls import Certificate, tls_context
-from zl.ops import signals
+from zl.ops import descriptors, signals
 from zl.ops.logs import Logs, event
 from zl.ops.notify import Notifier
 from zl.ops.reload import Reloader
 from zl.phases import Phases, since_exec
-from zl.server import Server, check_ports, open_build
+from zl.server import Server, check_journals, check_ports, open_build
 from zl.streams import Teller
 
 log = logging.getLogger("zl")
@@ -51,6 +51,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
     faulthandler.enable(sys.stderr)
     on_hangup_stop = signals.hold_hangups()
     phases = Phases(lambda name: notifier.status(f"starting: {name}", extend_s=PHASE_S))
+    descriptors.raise_limit()
     phases.add("interpreter and imports", since_exec())
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
     bounds = _bound(settings)
@@ -58,6 +59,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         log.warning(exposed)
     try:
         check_ports(settings)
+        check_journals(settings)
         build = prepare(replace(settings, model=str(model)), model, log.info, phases)
         with phases("weights and KV pool"):
             opened = open_build(build, log.info)

@@ -94,6 +94,28 @@ def name(value: object) -> str:
     return str(value)
 
 
+def secret(value: object) -> str:
+    """Read a secret: an empty one would open the server to everybody."""
+    if not text(value).strip():
+        raise ValueRefusedError("a text that is not empty; leave it out, or unset it, where no token is asked for")
+    if "\0" in str(value) or not _is_unicode(str(value)):
+        raise ValueRefusedError("text in UTF-8")
+    return str(value)
+
+
+def path(value: object) -> str:
+    """Read the path of a file: one that is empty is no way to leave it out."""
+    if not text(value):
+        raise ValueRefusedError("the path of a file that this user can read; leave it out, or unset it, where there is "
+                                "none")  # fmt: skip
+    return str(value)
+
+
+def _is_unicode(text: str) -> bool:
+    # The environment's bytes that are no UTF-8 come as lone surrogates.
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def listen(value: object) -> tuple[str, ...]:
     """Read addresses: a list, or one text with commas between them."""
     items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -151,15 +173,19 @@ def patterns(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
-def read_token(path: str) -> str:
+def read_token(path: str, said: str) -> str:
     """Read an auth token from a file, without the white space around it.
 
-    Raises  ConfigError: unreadable or empty
+    said    what names the file: a setting or flag, for the errors
+    Raises  ConfigError: no file is named, or it is unreadable or empty
     """
+    if not path:
+        raise ConfigError(f"{said} names no file: give the path of one, or leave it out")
     try:
         token = Path(path).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{said} {path}: {why}; name a file with the secret that this user can read") from error
     if not token:
-        raise ConfigError(f"token file {path} is empty: write the secret into it")
+        raise ConfigError(f"{said} {path} is empty: write the secret into it")
     return token

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 import zl
-from zl import facts, warm
+from zl import facts, journal, warm
 from zl.access import Access
 from zl.admission import Admission, Built
+from zl.audit import MODE as AUDIT_MODE
 from zl.audit import Audit
 from zl.build import Build
 from zl.config import Settings
@@ -46,6 +47,7 @@ from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
 from zl.net.native.library import code_if_possible
 from zl.net.protocol import LAST_CALL_S, TOLD_S, Net
+from zl.ops import descriptors
 from zl.ops.logs import event
 from zl.ops.notify import Notifier
 from zl.ops.watchdog import Watchdog
@@ -149,6 +151,7 @@ class Server:
             limits=NetLimits(max_frame=settings.max_frame, frame_timeout_s=settings.frame_timeout_s),
             auth_token=settings.auth_token.encode() or None,
             decode=wire.decode,
+            max_files=descriptors.limit(),
         )
         self._access = self._open_access()
         self._audit = self._open_audit()
@@ -218,9 +221,9 @@ class Server:
 
     def reopen_logs(self) -> None:
         """Open the files of the journals anew, after a log rotator has moved them away."""
-        for journal in (self._access, self._audit):
-            if journal is not None:
-                journal.journal.reopen()
+        for each in (self._access, self._audit):
+            if each is not None:
+                each.journal.reopen()
 
     async def close(self) -> None:
         """Give everything back, unless a step does not end: `stuck` then says so, and the process is to exit."""
@@ -231,9 +234,9 @@ class Server:
         deadline = self._loop.time() + (TOLD_S if self._hurry else FLUSH_S)
         while self.net.telling and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
-        for journal in (self._access, self._audit):  # every request has ended: nothing is put any more
-            if journal is not None:
-                journal.close()
+        for each in (self._access, self._audit):  # every request has ended: nothing is put any more
+            if each is not None:
+                each.close()
         ending = asyncio.ensure_future(asyncio.to_thread(self.generation.stop))
         await asyncio.wait({ending}, timeout=STUCK_S if self.health.stuck else STOP_S)
         self.stuck = not ending.done()
@@ -346,6 +349,14 @@ def check_ports(settings: Settings) -> None:
     """Refuse, before the model loads, a metrics port that cannot be had. Raises as MetricsServer."""
     if settings.metrics != "off":
         check_address(settings.metrics)
+
+
+def check_journals(settings: Settings) -> None:
+    """Refuse, before the model loads, a log of requests that cannot be written. Raises ConfigError."""
+    if settings.access_log != "off":
+        journal.check(settings.access_log, "access_log")
+    if settings.audit_log != "off":
+        journal.check(settings.audit_log, "audit_log", AUDIT_MODE)
 
 
 def open_build(build: Build, say: Callable[[str], None]) -> Opened:

@@ -95,7 +95,7 @@ async def keep_prompts(
         if stop.is_set():
             break
         if prompt.truncated:
-            log.warning("%s is over its budget of %d tokens and was cut, as in a request", where, shapes.system_tokens)
+            log.warning("%s is over system_tokens (%d) and was cut, as in a request", where, shapes.system_tokens)
         n_tokens = service.dispatcher.pin(np.array(prompt.ids, np.int32), prompt.prefix_len)
         if not n_tokens:
             short = prompt.prefix_len < PAGE

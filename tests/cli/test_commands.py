@@ -13,6 +13,7 @@ import pytest
 from tests.fake_server import FakeServer
 from zl import __version__
 from zl.cli import COMMANDS
+from zl.cli.ask import limits_hit
 
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONUNBUFFERED": "1"}
 
@@ -88,9 +89,24 @@ def test_ask_says_when_what_was_sent_was_cut(server, tmp_path):
     notes.write_text("x" * 1_001)
     done = zl("ask", "say a", "--connect", server.address, "--context", str(notes))
     assert (done.returncode, done.stdout) == (0, "a \n")
-    assert "was cut: send less" in error_line(done)
+    assert error_line(done).endswith("was cut: send less, or raise its context_tokens")
     notes.write_text("x" * 1_000)
     assert zl("ask", "say a", "--connect", server.address, "--context", str(notes)).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompt_tokens", "limits"),
+    [
+        ([], 3_840, ["max_model_len"]),
+        ([], 30, ["max_model_len"]),
+        (["context"], 1_100, ["context_tokens"]),
+        (["system"], 600, ["system_tokens"]),
+        (["context"], 3_838, ["context_tokens", "max_model_len"]),
+        (["system", "context"], 900, ["system_tokens", "context_tokens"]),
+    ],
+)
+def test_what_was_cut_names_the_limits_that_can_have_been_hit(sent, prompt_tokens, limits):
+    assert limits_hit(sent, prompt_tokens, 4_096) == limits
 
 
 def test_ask_refuses_a_context_that_is_no_text(tmp_path):

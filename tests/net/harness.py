@@ -209,11 +209,12 @@ async def serving(
     tls: Any = None,
     factory: Any = None,
     decode: codec.Decoder | None = None,
+    max_files: int = 1 << 31,
 ) -> AsyncIterator[Served]:
     app = app or App()
     arena = Arena(n_berths)
     loop = asyncio.get_running_loop()
-    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token, decode=decode)
+    net = Net(loop=loop, app=app, arena=arena, limits=limits, auth_token=auth_token, decode=decode, max_files=max_files)
     path = str(tmp_path / "s.sock")
     bounds = bind_all([TcpAddress("127.0.0.1", 0), UnixAddress(path)])
     listeners = await listen(bounds, (lambda: factory(net)) if factory else net.connection, tls=tls)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zl.config import spec_of
 from zl.errors import Code, FrameError
 from zl.net.frames import PING, FrameDecoder, Payload, Ping, frame, payload_length
+from zl.shapes import MAX_FRAME
 
 
 def events_of(chunks, max_frame=64):
@@ -48,7 +50,7 @@ def test_a_length_over_the_limit_is_the_last_event():
     assert isinstance(events[1], FrameError)
     assert len(events) == 2
     assert events[1].code is Code.BAD_FRAME
-    assert str(0x47455420) in events[1].message
+    assert events[1].message.startswith("this is an HTTP request")
     assert decoder.failed
 
 
@@ -56,6 +58,30 @@ def test_the_limit_itself_is_allowed():
     assert payload_length((64).to_bytes(4, "big"), 64) == 64
     with pytest.raises(FrameError):
         payload_length((65).to_bytes(4, "big"), 64)
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [(method + b" / HTTP/1.1\r\n", "this is an HTTP request") for method in
+     (b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"DELETE", b"PATCH", b"CONNECT", b"TRACE", b"PRI")]
+    + [(b"HTTP/1.0 400 Bad Request\r\n", "this is HTTP: another server has this port"),
+       (b"<!DOCTYPE html>", "this is HTTP: another server has this port"),
+       (b"SSH-2.0-x\r\n", "this is SSH"),
+       (b"\x16\x03\x01\x02\x00\x01", "this is a TLS handshake, and this address speaks plain frames: write tcp:")],
+)  # fmt: skip
+def test_what_speaks_another_protocol_is_called_by_its_name(sent, words):
+    for limit in (MAX_FRAME, spec_of("max_frame").read("64MiB")):
+        with pytest.raises(FrameError) as caught:
+            payload_length(sent[:4], limit)
+        assert caught.value.message.startswith(words)
+        assert "1195725856" not in caught.value.message
+    (event,) = FrameDecoder().feed(sent)
+    assert isinstance(event, FrameError)
+
+
+def test_a_length_that_is_only_too_long_speaks_of_max_frame():
+    with pytest.raises(FrameError, match=r"frame length 262145 is over the limit of 262144.*raise max_frame"):
+        payload_length((262_145).to_bytes(4, "big"))
 
 
 def test_feed_does_not_keep_a_callers_buffer():

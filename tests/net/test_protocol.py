@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import ssl
 from typing import Any
 
@@ -676,3 +677,44 @@ def test_one_amid_a_handshake_is_expected_and_one_that_failed_at_it_is_not_for_l
             await good.ping()
 
     run(main(), kind)
+
+
+def test_a_peer_that_speaks_http_is_told_so(tmp_path):
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            peer = await served.peer()
+            await peer.send(b"GET /metrics HTTP/1.1\r\n\r\n")
+            event = await peer.event()
+            response = codec.decode_response(event.data)
+            assert response.error.code is Code.BAD_FRAME
+            assert "HTTP request" in response.error.message
+            assert "9433" in response.error.message
+
+    run(main())
+
+
+def test_the_last_descriptors_are_warned_of_once_a_minute(tmp_path, caplog):
+    async def main() -> None:
+        with socket.socket() as probe:
+            lowest = probe.fileno()
+        limit = lowest + 32
+        async with serving(tmp_path, max_files=limit) as served:
+            peers = 0
+            while not caplog.records:
+                await served.peer()
+                peers += 1
+                assert peers < 40
+            await served.until(lambda: len(served.net.connections) == peers)
+            highest = max(conn.fd for conn in served.net.connections)
+            assert limit - 8 <= highest < limit
+            (record,) = caplog.records
+            for words in (f"limit of {limit} open files", "will be reset", "LimitNOFILE=", "ulimit -Hn"):
+                assert words in record.getMessage()
+            await served.peer()
+            await served.until(lambda: len(served.net.connections) == peers + 1)
+            assert len(caplog.records) == 1
+            served.net._warned_at -= 61
+            await served.peer()
+            await served.until(lambda: len(caplog.records) == 2)
+
+    run(main())

@@ -99,6 +99,20 @@ def test_metrics_port_in_use_is_found_before_the_model_is_read(tmp_path):
     one_line(done, f"metrics: 127.0.0.1:{port} is in use", status=1)
 
 
+@pytest.mark.parametrize("name", ["access_log", "audit_log"])
+def test_a_log_that_cannot_be_written_is_found_before_the_model_is_read(tmp_path, name):
+    path = tmp_path / "notes.gguf"
+    path.write_text("shopping list")
+    where = tmp_path / "absent" / "log.jsonl"
+    done = serve("--model", str(path), *unix(tmp_path), f"--{name.replace('_', '-')}", str(where))
+    one_line(done, f"{name} {where}: cannot be appended to: No such file or directory", "or off", status=2)
+
+
+def test_an_empty_token_starts_no_open_server(tmp_path):
+    done = serve("--model", str(tmp_path / "absent.gguf"), *unix(tmp_path), ZL_AUTH_TOKEN="")
+    one_line(done, "auth_token = '' (environment variable ZL_AUTH_TOKEN)", "unset it", status=2)
+
+
 def test_a_server_that_others_reach_without_a_token_is_warned_of(tmp_path):
     path = tmp_path / "notes.gguf"
     path.write_text("shopping list")

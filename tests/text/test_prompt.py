@@ -572,9 +572,9 @@ def test_reject_mode_names_field_and_numbers(smol):
     builder = PromptBuilder(smol, SMALL, policy)
     n_words = len(smol.tokenizer.encode("word " * 40).ids)
     cases = {
-        "system_prompt": ((b"word " * 40, [b"q"]), f"{n_words} tokens, 32 allowed"),
-        "context": ((b"", [b"q"], LONG.encode()), "more than 24 tokens, 24 allowed"),
-        "messages": ((b"sys", [b"word " * 395]), r"the prompt has 4\d\d tokens, 400 allowed"),
+        "system_prompt": ((b"word " * 40, [b"q"]), f"{n_words} tokens, 32 allowed by system_tokens; shorten it"),
+        "context": ((b"", [b"q"], LONG.encode()), "more than 24 tokens, 24 allowed by context_tokens"),
+        "messages": ((b"sys", [b"word " * 395]), r"prompt has 4\d\d tokens, 400 allowed by max_model_len; shorten it"),
     }
     for field, (arguments, says) in cases.items():
         with pytest.raises(RequestError, match=says) as caught:
@@ -582,10 +582,27 @@ def test_reject_mode_names_field_and_numbers(smol):
         assert (caught.value.code, caught.value.field) == (Code.LIMIT_EXCEEDED, field)
     with pytest.raises(RequestError, match="more than 400 tokens"):
         builder.build(b"", [LONG.encode()])
-    with pytest.raises(RequestError, match="33 tokens, 32 allowed"):
+    with pytest.raises(RequestError, match="33 tokens, 32 allowed by system_tokens"):
         builder.outline(33, [1])
     assert [policy.counters.exceeded[limit, "reject"] for limit in ("system_tokens", "context_tokens")] == [2, 1]
     assert policy.counters.exceeded["prompt_tokens", "reject"] == 2
+    kept = r"tokens, 300 allowed by max_model_len, which keeps 100 for the answer; shorten it"
+    for build in (lambda: builder.build(b"", [b"word " * 320], b"", 300), lambda: builder.outline(0, [320], 0, 300)):
+        with pytest.raises(RequestError, match=kept):
+            build()
+
+
+def test_a_text_that_is_allowed_over_its_budget_is_refused_by_the_models_length(smol):
+    builder = PromptBuilder(smol, SMALL, Policy(SMALL, {"system_tokens": "allow", "context_tokens": "allow"}))
+    for build in (lambda: builder.build(b"word " * 500, [b"q"]), lambda: builder.outline(500, [1]),
+                  lambda: builder.outline(0, [1], 500)):  # fmt: skip
+        with pytest.raises(RequestError, match=r"50\d tokens|500 tokens|more than 400 tokens") as caught:
+            build()
+        assert "400 allowed by max_model_len" in caught.value.message
+    crowded = r"leave no place for the messages: about \d+ tokens needed, 300 allowed by max_model_len, which keeps 100"
+    for build in (lambda: builder.build(b"word " * 310, [b"q"], b"", 300), lambda: builder.outline(310, [1], 0, 300)):
+        with pytest.raises(RequestError, match=crowded):
+            build()
 
 
 def test_text_over_its_budget_is_counted_each_time_also_where_its_encoding_is_kept(smol):

@@ -76,9 +76,12 @@ def test_limits_that_are_low_say_where_to_raise_them(monkeypatch):
     assert "LimitMEMLOCK=infinity" in locked.text
     assert doctor_machine.memlock(Settings(berths=16)).level == OK
     files = doctor_machine.open_files()
+    assert (files.level, files.text) == (OK, "limit 1024, which zl serve raises to 524288")
+    limits[resource.RLIMIT_NOFILE] = (256, 1024)
+    files = doctor_machine.open_files()
     assert files.level == WARN
-    assert "limit 1024, at most 524288: about 960 connections" in files.text
-    assert "ulimit -n 65536" in files.text
+    assert "limit 256, which zl serve raises to 1024: about 960 connections" in files.text
+    assert "ulimit -Hn 65536" in files.text
     limits[resource.RLIMIT_NOFILE] = (65_536, 65_536)
     limits[resource.RLIMIT_MEMLOCK] = (resource.RLIM_INFINITY,) * 2
     assert doctor_machine.open_files().level == doctor_machine.memlock(Settings()).level == OK

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
 
+COMMANDS = ("serve", "ask", "chat", "pull", "build", "doctor", "frame", "nc", "dissect", "load", "switch", "hold", "top")
 _PRINTING = ("ask", "chat", "doctor", "frame", "nc", "dissect", "load", "top")
 """Commands whose whole work is what they print."""
 _MANY = {"frame": "turns", "nc": "files"}
@@ -34,21 +35,8 @@ Every command explains itself: zl serve --help
 def _commands() -> Mapping[str, ModuleType]:
     from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
 
-    return {
-        "serve": serve,
-        "ask": ask,
-        "chat": chat,
-        "pull": pull,
-        "build": build,
-        "doctor": doctor,
-        "frame": frame,
-        "nc": nc,
-        "dissect": dissect,
-        "load": load,
-        "switch": switch,
-        "hold": hold,
-        "top": top,
-    }
+    modules = (serve, ask, chat, pull, build, doctor, frame, nc, dissect, load, switch, hold, top)
+    return dict(zip(COMMANDS, modules, strict=True))
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -62,6 +50,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         description="Serve a language model over raw sockets, and talk to it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--version", action="version", version=f"zl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -72,6 +62,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
             description=module.DESCRIPTION,
             epilog=module.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # else --auth-token SECRET would read a file of that name
         )
         module.add_arguments(own)
     return parser, commands.choices
@@ -114,14 +105,24 @@ def _settled(argv: Sequence[str] | None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    import argparse
     from contextlib import suppress
 
     from zl import streams
-    from zl.cli.misuse import explain
+    from zl.cli.misuse import explain, unknown_command
     from zl.errors import ConfigError, ZlError
 
     parser, commands = build_parser()
-    args, extras = parser.parse_known_args(argv)
+    try:
+        args, extras = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:  # of zl itself: a command's own parser ends by itself
+        word = (sys.argv[1:] if argv is None else argv)[0]
+        if word.startswith("-"):
+            parser.error(f"unknown flag {word}: a command comes first, as in zl serve; zl --help lists them")
+        if word not in COMMANDS:
+            print("zl: " + unknown_command(word, COMMANDS), file=sys.stderr)
+            return 2
+        parser.error(str(error))
     if args.command is None:
         if extras:
             parser.error(f"unknown flag {extras[0]}")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zl.cli.connecting import add_connection, add_sampling, connect, options
-from zl.errors import ConfigError
+from zl.errors import ConfigError, ZlError
 from zl.streams import standard_input
 
 if TYPE_CHECKING:
-    from zl.client import Result
+    from zl.client import Client, Result
 
 HELP = "ask one question"
 DESCRIPTION = """\
@@ -27,6 +28,9 @@ examples:
   zl ask --context notes.txt "What do my notes say about Tuesday?"
   echo "Write a haiku" | zl ask -
 """
+
+_EDGE_TOKENS = 64
+"""By so much less than its limit may be left of a text that was cut: tokens merge otherwise there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +77,33 @@ def run(args: argparse.Namespace) -> int:
                 sys.stdout.flush()
         result = stream.result
         if result is not None and result.usage is not None and result.usage.truncated:
-            print("zl: what was sent is longer than the server reads, and was cut: send less, or raise its limits "
-                  "(context_tokens, system_tokens)", file=sys.stderr)  # fmt: skip
+            sent = [name for name in ("system", "context") if wanted.get(name)]
+            limits = " or ".join(limits_hit(sent, result.usage.prompt_tokens, _model_length(client)))
+            print(f"zl: what was sent is longer than the server reads, and was cut: send less, or raise its {limits}",
+                  file=sys.stderr)  # fmt: skip
         if args.stats and result is not None:
             print(figures(result, n_tokens, first - start, last - first), file=sys.stderr)
     return 0
+
+
+def limits_hit(sent: Sequence[str], prompt_tokens: int, max_model_len: int) -> list[str]:
+    """Name the server's settings by which a question's prompt may have been cut; the answer says only that it was.
+
+    sent           which of system and context went with the question
+    prompt_tokens  what was left of the whole
+    max_model_len  of the server; 0: not known
+    """
+    # The whole is cut to what the answer leaves of the model's length, and that is seven eighths of it or more.
+    whole = prompt_tokens >= max_model_len - max_model_len // 8 - _EDGE_TOKENS
+    budgets = [f"{name}_tokens" for name in sent]
+    return [*budgets, "max_model_len"] if whole or not budgets else budgets
+
+
+def _model_length(client: Client) -> int:
+    try:
+        return client.hello().max_model_len
+    except ZlError:  # the answer is there: no word of its being cut is worth an error
+        return 0
 
 
 def figures(result: Result, n_tokens: int, first_s: float, rest_s: float) -> str:

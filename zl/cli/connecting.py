@@ -57,7 +57,7 @@ def add_token(parser: argparse._ActionsContainer) -> None:
 
 def token_of_flag(args: argparse.Namespace) -> str | None:
     """Read the token that the flag names; None where it is not given: clients then take `ZL_AUTH_TOKEN`."""
-    return read_token(args.auth_token_file) if args.auth_token_file else None
+    return None if args.auth_token_file is None else read_token(args.auth_token_file, "--auth-token-file")
 
 
 def connect(args: argparse.Namespace) -> Client:

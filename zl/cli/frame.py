@@ -123,6 +123,9 @@ def from_record(record: Mapping[str, Any], where: str) -> bytes:
                 fields[name] = [_content(turn) for turn in turns]
             elif name in ("type", "operation", "encoding"):
                 kind = {"type": RequestType, "operation": Operation, "encoding": Encoding}[name]
+                if not str(value).isdigit() and str(value).upper() not in kind.__members__:
+                    named = ", ".join(kind.__members__).lower()
+                    raise ConfigError(f"{where}: {key} cannot be {value!r}: it is one of {named}, or a number")
                 fields[name] = int(value) if str(value).isdigit() else int(kind[str(value).upper()])
             else:
                 known = ("messages", "stop", "type", "operation", "encoding", *_ALIASES, *_PLAIN, *_BYTES, *_FLAGS)

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
             except probing.NotReadyError as error:
                 print(f"{each.name}\t{error}")
         return 0 if serving else 1
-    token = read_token(plan.auth_token_file) if plan.auth_token_file else os.environ.get("ZL_AUTH_TOKEN", "")
+    named = plan.auth_token_file
+    token = read_token(named, f"{plan.path}: auth_token_file") if named else os.environ.get("ZL_AUTH_TOKEN", "")
     with open(plan.path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

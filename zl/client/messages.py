@@ -7,8 +7,8 @@ Refuses asyncio, sockets, and whatever is heavier than the codec.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, Self, TypedDict, cast
 
 from zl.client.errors import BadRequest, UnsupportedContent
 from zl.errors import Finish
@@ -119,7 +119,7 @@ def request_fields(messages: Messages, options: Options) -> dict[str, Any]:
     unknown = set(options) - set(Options.__annotations__)
     if unknown:
         raise BadRequest(f"unknown option {sorted(unknown)[0]!r}: there are {', '.join(Options.__annotations__)}")
-    turns: Sequence[Turn] = (messages,) if isinstance(messages, str | bytes) else messages
+    turns: Sequence[Turn] = (messages,) if isinstance(messages, str | bytes) else _turns(messages)
     texts = {"system": options.get("system"), "context": options.get("context")}
     for i, turn in enumerate(turns):
         refuse_media(turn, f"messages[{i}]")
@@ -129,8 +129,8 @@ def request_fields(messages: Messages, options: Options) -> dict[str, Any]:
     in_tokens = any(not isinstance(value, str | bytes) for value in given)
     if in_tokens and any(isinstance(value, str | bytes) for value in given):
         raise BadRequest("messages, system and context must be all text or all token ids")
-    fields: dict[str, Any] = {"messages": [_turn(turn) for turn in turns]}
-    fields |= {name: _turn(value) for name, value in texts.items() if value is not None}
+    fields: dict[str, Any] = {"messages": [_turn(turn, f"messages[{i}]") for i, turn in enumerate(turns)]}
+    fields |= {name: _turn(value, name) for name, value in texts.items() if value is not None}
     if in_tokens:
         fields["encoding"] = Encoding.TOKENS
     for name in ("temperature", "top_p", "repetition_penalty"):
@@ -144,7 +144,10 @@ def request_fields(messages: Messages, options: Options) -> dict[str, Any]:
                 raise BadRequest(f"{name} is {value!r}: it must be a whole number from 0 to {high}")
             fields[name] = value
     if stop := options.get("stop"):
-        fields["stop"] = [_turn(each) for each in ((stop,) if isinstance(stop, str | bytes) else stop)]
+        stops = (stop,) if isinstance(stop, str | bytes) else stop
+        if not isinstance(stops, Collection) or not all(isinstance(each, str | bytes) for each in stops):
+            raise BadRequest(f"stop is {stop!r:.80}: it must be a text, or a list of texts")
+        fields["stop"] = [_turn(each, "stop") for each in stops]
     if (profile := options.get("type")) is not None:
         fields["type"] = _profile(profile)
     fields |= {name: True for name in ("ignore_eos", "logprobs") if options.get(name)}
@@ -164,7 +167,7 @@ def refuse_media(value: object, where: str) -> None:
     if isinstance(value, bytes):
         found = next((name for start, name in _MEDIA_STARTS.items() if value.startswith(start)), "")
     elif isinstance(value, Mapping):
-        if "role" in value and isinstance(value.get("content"), str):
+        if "role" in value and not isinstance(value.get("content"), list):
             raise BadRequest(f"{where} is a chat object: turn the chat into system prompt and turns with "
                              "zl.client.helpers.from_chat(messages)")  # fmt: skip
         found = f"a part of type {value.get('type', 'unknown')!r}"
@@ -178,21 +181,30 @@ def refuse_media(value: object, where: str) -> None:
                                  "of UTF-8 or a list of token ids; send a description or extracted text")  # fmt: skip
 
 
-def _turn(value: Turn) -> bytes:
+def _turns(messages: object) -> Sequence[Turn]:
+    """Give the turns of a conversation; BadRequest: it is none."""
+    refuse_media(messages if isinstance(messages, Mapping) else None, "messages")
+    if isinstance(messages, Mapping | Set) or not isinstance(messages, Collection):
+        raise BadRequest(f"messages is {messages!r:.80}: it must be a question (str or bytes of UTF-8), or a list of "
+                         "the turns of a conversation, the user's first")  # fmt: skip
+    return cast("Sequence[Turn]", messages)
+
+
+def _turn(value: Turn, where: str) -> bytes:
     try:
         if isinstance(value, str):
             return value.encode()
         return value if isinstance(value, bytes) else pack_tokens(value)
     except UnicodeEncodeError as error:
-        raise BadRequest(f"a text has a lone surrogate at {error.start}: it is no Unicode text") from error
+        raise BadRequest(f"{where} has a lone surrogate at {error.start}: it is no Unicode text") from error
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"a turn is neither text nor token ids: {error}") from error
+        raise BadRequest(f"{where} is {value!r:.80}, neither text nor a list of token ids: {error}") from error
 
 
 def _profile(value: str | int) -> int:
     if isinstance(value, int):
         return value
-    if value.upper() not in RequestType.__members__:
+    if not isinstance(value, str) or value.upper() not in RequestType.__members__:
         raise BadRequest(f"type is {value!r}: it must be one of {', '.join(RequestType.__members__).lower()}")
     return int(RequestType[value.upper()])
 

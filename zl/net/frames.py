@@ -43,10 +43,38 @@ def payload_length(header: bytes | bytearray | memoryview, max_frame: int = MAX_
     length = int.from_bytes(header, "big")
     if length > max_frame:
         raise FrameError(
-            f"frame length {length} is over the limit of {max_frame} bytes: a message too long for this end "
+            foreign(header)
+            or f"frame length {length} is over the limit of {max_frame} bytes: a message too long for this end "
             "(shorten it, or raise max_frame), or not zl's protocol"
         )
     return length
+
+
+_HTTP_REQUEST = (
+    "this is an HTTP request, and zl speaks frames of its own on this port (docs/protocol.md); metrics and health are "
+    "on a port of their own, 9433 where none is set"
+)
+_HTTP_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC", b"CONN", b"TRAC", b"PRI ")
+_HTTP_ANSWER = (
+    "this is HTTP: another server has this port, or it is the one of zl's metrics (9433 where none is set); "
+    "zl's own is 7433 where none is set"
+)
+_HTTP_ANSWERS = (b"HTTP", b"<!DO", b"<htm", b"<HTM")  # a server that took our frame for HTTP/0.9 sends a bare page
+_STARTS = dict.fromkeys(_HTTP_METHODS, _HTTP_REQUEST) | dict.fromkeys(_HTTP_ANSWERS, _HTTP_ANSWER) | {
+    b"SSH-": "this is SSH: another server has this port; zl's is 7433 where none is set",
+}
+_TLS_HANDSHAKE = b"\x16\x03"  # a record of type handshake, version 3.x (RFC 8446, section 5.1)
+
+
+def foreign(header: bytes | bytearray | memoryview) -> str:
+    """Say what else begins with this header, and what to do; "" where it is nothing that is known.
+
+    Read as a length each of these is above every max_frame that can be set.
+    """
+    start = bytes(header)
+    if start.startswith(_TLS_HANDSHAKE):
+        return "this is a TLS handshake, and this address speaks plain frames: write tcp: or unix: for it, not tls:"
+    return _STARTS.get(start, "")
 
 
 def cut_short(n_received: int, n_expected: int) -> FrameError:

@@ -10,6 +10,7 @@ copying path. A view that is lent is never empty (it would kill the connection):
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 from time import perf_counter_ns
@@ -24,7 +25,15 @@ from zl.net.peer import peer_of
 from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Submit
 from zl.shapes import HEADER_BYTES
 
+log = logging.getLogger("zl")
+
 SCRATCH_BYTES = 65_536
+
+SPARE_FILES = 8
+"""A connection whose descriptor is so close to the limit of open files is one of the last that can be had."""
+
+WARNING_S = 60.0
+"""Longest silence of the log about that."""
 
 LAST_CALL_S = 1.0
 """How long a peer that has connected or got an answer is taken to be about to ask."""
@@ -38,7 +47,10 @@ _PEER_NOT_READING = 2
 
 
 class Net:
-    """What all connections of one server share; made by the composition root, which calls `close` at the end."""
+    """What all connections of one server share; made by the composition root, which calls `close` at the end.
+
+    max_files  how many descriptors this process may have
+    """
 
     def __init__(
         self,
@@ -50,6 +62,7 @@ class Net:
         counters: NetCounters | None = None,
         auth_token: bytes | None = None,
         decode: codec.Decoder | None = None,
+        max_files: int = 1 << 31,
     ):
         self.loop = loop
         self.app = app
@@ -58,6 +71,8 @@ class Net:
         self.counters = counters or NetCounters()
         self.auth_token = auth_token
         self.decode = decode
+        self._max_files = max_files
+        self._warned_at = -math.inf  # loop time of the last warning that they run out
         self.connections: set[Connection] = set()
         self.hangups = HangupWatch(loop)
         self._accepted_at = -math.inf  # loop time of the last one
@@ -75,6 +90,18 @@ class Net:
         """Take a connection over which frames may come."""
         self._n_shaking_hands -= 1
         self.connections.add(conn)
+        if conn.fd >= self._max_files - SPARE_FILES:  # the kernel gives the lowest free number
+            self._warn_of_files()
+
+    def _warn_of_files(self) -> None:
+        # Beyond the limit uvloop takes connections and resets them, without a word to anybody.
+        now = self.loop.time()
+        if now < self._warned_at + WARNING_S:
+            return
+        self._warned_at = now
+        log.warning("%d connections, close to the limit of %d open files: those beyond it will be reset; raise "
+                    "LimitNOFILE= in the unit, or ulimit -Hn where zl is started by hand",
+                    len(self.connections), self._max_files)  # fmt: skip
 
     @property
     def expecting(self) -> bool:
@@ -111,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self.name = ""  # for the logs: its kind and number
         self.peer = ""  # for the logs: who it is
-        self._fd = -1
+        self.fd = -1
         self._tls = False
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._target = self._header  # where the next bytes go, never empty
@@ -186,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         sock = transport.get_extra_info("socket")
-        self._fd = sock.fileno() if sock is not None else -1
+        self.fd = sock.fileno() if sock is not None else -1
         self._served_at = self._net.loop.time()
         self._net.connected(self)
         self._counters.connections_open += 1
@@ -226,8 +253,8 @@ class Connection(asyncio.BufferedProtocol):
         self._perform(self._session.eof())
         if self._session.ended or self._tls:
             return False  # asyncio cannot keep one direction of TLS open
-        if self._fd >= 0:
-            self._net.hangups.watch(self._fd, self._hung_up)
+        if self.fd >= 0:
+            self._net.hangups.watch(self.fd, self._hung_up)
         return True
 
     def pause_writing(self) -> None:
@@ -237,7 +264,7 @@ class Connection(asyncio.BufferedProtocol):
         self._resume(_PEER_NOT_READING)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.hangups.forget(self.fd, self._hung_up)
         self._net.connections.discard(self)
         self._counters.connections_open -= 1
         self._session.lost()
@@ -268,8 +295,8 @@ class Connection(asyncio.BufferedProtocol):
             self._counters.berth_waits += 1
             self._target = self._net.scratch  # not written: reading is paused until a berth is there
             self._pause(_NO_BERTH)
-            if self._fd >= 0:
-                self._net.hangups.watch(self._fd, self._hung_up)  # who does not read learns of an end by nothing else
+            if self.fd >= 0:
+                self._net.hangups.watch(self.fd, self._hung_up)  # who does not read learns of an end by nothing else
             self._net.arena.wait(self, self._berth_granted)
         else:
             self._berth_taken(berth)
@@ -279,7 +306,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target = berth.view[: self._want]
 
     def _berth_granted(self, berth: Berth) -> None:
-        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.hangups.forget(self.fd, self._hung_up)
         self._berth_taken(berth)
         self._frame_begins()  # the wait was ours, not the peer's
         self._resume(_NO_BERTH)
@@ -414,7 +441,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tell_app()
         self.flush()
         self._drop_input()
-        self._net.hangups.forget(self._fd, self._hung_up)
+        self._net.hangups.forget(self.fd, self._hung_up)
         transport = self._transport
         if transport is None or transport.is_closing():
             return

@@ -131,17 +131,17 @@ class Outliner:
             if n <= budget:
                 return n
         if action != CLAMP:
-            refuse(field, f"{n} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
+            refuse_length(field, n, limit if action != ALLOW else "max_model_len", budget)
         return budget
 
     def _level(self, messages: Sequence[int], total: int, limit: int) -> int:
         """Return the one length to which the longest turns are cut so that the whole fits."""
         if self._policy.over("prompt_tokens") == REJECT:
-            refuse("messages", f"the prompt has {total} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
+            refuse_whole(total, limit, self._shapes)
         rest = total - sum(messages)
         level = water_level(messages, limit - rest)
         if level <= len(self._mark):
-            refuse_crowded(rest + len(messages) * (len(self._mark) + 1), limit)
+            refuse_crowded(rest + len(messages) * (len(self._mark) + 1), limit, self._shapes)
         return level
 
 
@@ -215,10 +215,25 @@ def water_level(lengths: Sequence[int], room: int) -> int:
     return max(lengths)
 
 
-def refuse_crowded(need: int, limit: int) -> NoReturn:
+def refuse_length(field: str, found: int | str, limit: str, budget: int) -> NoReturn:
+    """Refuse a text; `limit` is the setting that allows it `budget` tokens."""
+    refuse(field, f"{found} tokens, {budget} allowed by {limit}; shorten it", Code.LIMIT_EXCEEDED)
+
+
+def refuse_whole(found: int | str, limit: int, shapes: Shapes) -> NoReturn:
+    """Refuse a prompt that is longer than the model's length allows it to be."""
+    refuse("messages", f"the prompt has {found} tokens, {_allowed(limit, shapes)}; shorten it", Code.LIMIT_EXCEEDED)
+
+
+def refuse_crowded(need: int, limit: int, shapes: Shapes) -> NoReturn:
     """Refuse a conversation whose messages have no place."""
     text = "template, system prompt and context leave no place for the messages: "
-    refuse("messages", f"{text}about {need} tokens needed, {limit} allowed", Code.LIMIT_EXCEEDED)
+    refuse("messages", f"{text}about {need} tokens needed, {_allowed(limit, shapes)}", Code.LIMIT_EXCEEDED)
+
+
+def _allowed(limit: int, shapes: Shapes) -> str:
+    kept = shapes.max_model_len - limit
+    return f"{limit} allowed by max_model_len" + (f", which keeps {kept} for the answer" if kept > 0 else "")
 
 
 def refuse(field: str, text: str, code: Code = Code.BAD_REQUEST) -> NoReturn:

@@ -25,7 +25,7 @@ from zl.errors import Code, ConfigError, ModelError
 from zl.policy import ALLOW, CLAMP, REJECT, Policy
 from zl.shapes import Shapes
 from zl.text.layout import Atom, Encoder, Layout, layout_of, prefix_of, shared_atoms
-from zl.text.outline import Outline, Outliner, refuse, refuse_crowded, water_level
+from zl.text.outline import Outline, Outliner, refuse, refuse_crowded, refuse_length, refuse_whole, water_level
 from zl.text.template import SYSTEM, ChatTemplate, TemplateRefusalError, role_of
 from zl.text.tokenizer import TextModel
 
@@ -217,13 +217,14 @@ class PromptBuilder:
             found = len(ids)
         if self._policy.over("prompt_tokens") == REJECT:
             number = f"more than {limit}" if found is None else str(found)
-            refuse("messages", f"the prompt has {number} tokens, {limit} allowed; shorten it", Code.LIMIT_EXCEEDED)
+            refuse_whole(number, limit, self._shapes)
         total = found if found is not None else self._rest_length(self._layouts[form], contents) + sum(lengths)
         room = sum(lengths) - (total - limit)
         while True:
             level = water_level(lengths, room)
             if level <= len(self._marker_ids):
-                refuse_crowded(total - sum(lengths) + len(lengths) * (len(self._marker_ids) + 1), limit)
+                need = total - sum(lengths) + len(lengths) * (len(self._marker_ids) + 1)
+                refuse_crowded(need, limit, self._shapes)
             for turn, text in enumerate(originals):
                 contents.texts[turn + 1] = self._cut(text, level) if lengths[turn] > level else text
             if contents.context:
@@ -258,7 +259,7 @@ class PromptBuilder:
         if action != CLAMP:
             self._policy.over(limit)
             number = str(n_tokens) if len(text) <= budget * _CHARS_PER_TOKEN else f"more than {budget}"
-            refuse(field, f"{number} tokens, {budget} allowed; shorten it", Code.LIMIT_EXCEEDED)
+            refuse_length(field, number, limit if action != ALLOW else "max_model_len", budget)
         return self._cut(text, budget), True
 
     def _count_up_to(self, text: str, budget: int) -> int:

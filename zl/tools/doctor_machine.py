@@ -85,10 +85,10 @@ def memlock(settings: Settings) -> Finding:
 def open_files() -> Finding:
     """Tell how many descriptors, and so connections, this user may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"limit {soft}" + ("" if soft == hard else f", at most {hard}")
-    if soft < FEW_FILES:
-        return Finding(WARN, "open files", f"{text}: about {max(0, soft - 64)} connections; LimitNOFILE=65536 in the "
-                                           f"unit, or ulimit -n {min(hard, 65_536)}")  # fmt: skip
+    text = f"limit {hard}" if soft == hard else f"limit {soft}, which zl serve raises to {hard}"
+    if 0 <= hard < FEW_FILES:  # -1: no limit
+        return Finding(WARN, "open files", f"{text}: about {max(0, hard - 64)} connections; LimitNOFILE=65536 in the "
+                                           "unit, or as root ulimit -Hn 65536")  # fmt: skip
     return Finding(OK, "open files", text)
 
 

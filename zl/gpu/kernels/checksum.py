@@ -23,7 +23,9 @@ MOST_WORDS = 1 << 30
 @triton.jit(do_not_specialize=["n"])
 def _checksum_kernel(words, total, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.atomic_add(total, tl.sum(tl.load(words + at, mask=at < n, other=0), 0), sem="relaxed")
+    # In 64 bits, then cut: the interpreters of Triton 3.6 to 3.8 refuse a 32-bit sum that wraps around.
+    part = tl.sum(tl.load(words + at, mask=at < n, other=0).to(tl.int64), 0)
+    tl.atomic_add(total, part.to(tl.int32), sem="relaxed")
 
 
 def settings() -> Settings:
