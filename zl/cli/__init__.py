@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
 
-COMMANDS = ("serve", "ask", "chat", "pull", "build", "doctor", "frame", "nc", "dissect", "load", "switch", "hold", "top")
+COMMANDS = (
+    "serve", "ask", "chat", "pull", "build", "doctor", "frame", "nc", "dissect", "load", "switch", "hold", "top",
+)  # fmt: skip
 _PRINTING = ("ask", "chat", "doctor", "frame", "nc", "dissect", "load", "top")
 """Commands whose whole work is what they print."""
 _MANY = {"frame": "turns", "nc": "files"}
