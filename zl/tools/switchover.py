@@ -233,8 +233,8 @@ class Procedure:
             rest.insert(0, each.name)  # it may have been told to stop, and be about to
         if rest:
             todo.append(f"restart {', '.join(rest)}")
-        serving = f"{', '.join(up) or 'nothing'} {'serve' if len(up) > 1 else 'serves'}"
-        text = f"{error} while {each.name} was being restarted: {serving}; left to do: {'; '.join(todo) or 'nothing'}"
+        said = f"{', '.join(up) or 'nothing'} {'serve' if len(up) > 1 else 'serves'}"
+        text = f"{error} while {each.name} was being restarted: {said}; left to do: {'; '.join(todo) or 'nothing'}"
         return SwitchError(text, error.status)
 
     def _command(self, instance: Instance) -> None:
