@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -244,20 +245,19 @@ def test_what_can_be_taken_back_is_when_a_step_of_it_fails(site):
         assert "a step failed" in site.said[-1]
 
 
-def switch(site: Site, *arguments: str, until: str = "", number: signal.Signals = signal.SIGINT):
-    """Run the command as a process; send it a signal when it has printed or its commands have noted a text."""
+def switch(site: Site, *arguments: str, until: Callable[[str], bool], number: signal.Signals = signal.SIGINT):
+    """Run the command as a process; send it a signal when `until` says so of what it has printed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "zl", "switch", "--config", str(site.folder / "switch.toml"), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 30
     out = ""
-    while until and until not in out and until not in site.run and not (site.folder / until).exists():
+    while not until(out):
         assert time.monotonic() < deadline
         if select.select([process.stdout], [], [], 0.02)[0]:
             out += os.read(process.stdout.fileno(), 4096).decode()
-    if until:
-        process.send_signal(number)
+    process.send_signal(number)
     rest, err = process.communicate(timeout=30)
     return process.returncode, out + rest, err
 
@@ -274,7 +274,7 @@ def write_slow(site: Site, stop: str = "") -> None:
 def test_a_signal_during_the_move_rolls_back(site, number):
     write_slow(site)
     with site.server("blue"), site.server("green"):
-        status, out, err = switch(site, "green", until="accepts connections too", number=number)
+        status, out, err = switch(site, "green", until=lambda out: "accepts connections too" in out, number=number)
     assert (status, err) == (128 + number, f"zl: rolled back, blue serves: interrupted by {number.name}\n")
     assert "rolling back: blue stays" in out
     assert site.run == []
@@ -302,7 +302,7 @@ def test_a_signal_while_the_old_one_drains_says_what_serves_and_what_is_left(sit
     write_slow(site, stop="exec sleep 3 >/dev/null 2>&1")
     (site.folder / "switch.toml").write_text((site.folder / "switch.toml").read_text().replace("= 3", "= 0.1"))
     with site.server("blue"), site.server("green"):
-        status, _, err = switch(site, "green", until="stop blue")
+        status, _, err = switch(site, "green", until=lambda _: "stop blue" in site.run)
     assert status == 130
     assert err == ("zl: interrupted by SIGINT: green serves, blue still answers; "
                    "zl switch green once more does what is left\n")  # fmt: skip
@@ -311,7 +311,7 @@ def test_a_signal_while_the_old_one_drains_says_what_serves_and_what_is_left(sit
 def test_a_signal_during_a_rolling_restart_says_what_serves_and_what_is_left(site):
     write_slow(site, stop=f"touch {site.folder}/blue.ill; exec sleep 3 >/dev/null 2>&1")
     with site.server("blue"), site.server("green"):
-        status, _, err = switch(site, "--roll", until="blue.ill")
+        status, _, err = switch(site, "--roll", until=lambda _: (site.folder / "blue.ill").exists())
         time.sleep(0.1)
     assert status == 130
     assert err.startswith("zl: interrupted by SIGINT while blue was being restarted: green serves; left to do: start "
