@@ -121,6 +121,7 @@ NEVER: dict[str, set[str]] = {
     "zl.ops.signals": {"torch", "zl.gpu"},
     "zl.client": ASYNC_CLIENT | {"asyncio"},
     "zl.client.aio": ASYNC_CLIENT,
+    "zl.client.aio_channel": ASYNC_CLIENT,
     "zl.client.aio_pool": ASYNC_CLIENT,
     "zl.client.editing": ASYNC_CLIENT,
     "zl.client.tokens": {"torch", "zl.gpu.model", "zl.net.protocol", "zl.net.listen"},  # reads a model's own tokenizer

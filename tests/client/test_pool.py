@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from tests.client.kit import Clock, HoldingServer, run, until
-from tests.fake_server import FakeServer
+from tests.fake_server import INFO, FakeServer
 from zl.client import (
     AsyncPool,
     BadRequest,
@@ -22,9 +22,10 @@ from zl.client import (
     TimedOut,
     Timeouts,
     Unauthenticated,
+    ZlClientError,
 )
 from zl.errors import Code, PeerError
-from zl.net.codec import encode_error
+from zl.net.codec import encode_error, encode_server_info, pack_server_info
 
 
 class BusyServer(FakeServer):
@@ -330,5 +331,210 @@ def test_asyncio_streams_end_cancel_and_close_without_leaving_anything(three):
             assert in_flight(pool) == [0, 0, 0]
         with pytest.raises(ConnectionFailed, match="closed"):
             await pool.ask("x")
+
+    run(main())
+
+
+def ended_after(stop, consume):
+    """Run `consume` in a thread, do `stop`, and give what it returned; it must not take long."""
+    found: Future = Future()
+
+    def run_it():
+        try:
+            found.set_result(consume())
+        except ZlClientError as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run_it, daemon=True).start()  # one that waits for an hour does not keep the tests
+    stop()
+    return found.result(10)
+
+
+def spared(pool):
+    """Wait until the request has been refused, and waits for its server."""
+    for _ in range(5_000):
+        if pool.endpoints[0].free_at:
+            return
+        threading.Event().wait(0.002)
+    raise AssertionError("nobody was refused")
+
+
+@pytest.mark.parametrize("leave", ["cancel", "close"])
+def test_leaving_ends_a_request_that_waits_for_a_server(tmp_path, leave):
+    with BusyServer(3_600, Code.OVERLOADED, 600_000, tmp_path / "a") as server:
+        with Pool(server.address, patience=3_600, attempts=3_600) as pool:
+            stream = pool.stream("say x")
+
+            def stop():
+                spared(pool)
+                getattr(stream, leave)()
+
+            assert ended_after(stop, lambda: list(stream)) == []
+            assert (stream.result is None) == (leave == "close")
+            assert stream.result is None or stream.result.finish_reason.name == "CANCELLED"
+            assert list(stream) == []
+            stream.close()
+            stream.cancel()
+            assert in_flight(pool) == [0]
+        assert len(server.requests) == 1
+
+
+def test_closing_the_pool_ends_what_waits_for_a_server(tmp_path):
+    with BusyServer(3_600, Code.OVERLOADED, 600_000, tmp_path / "a") as server:
+        pool = Pool(server.address, patience=3_600, attempts=3_600)
+
+        def stop():
+            spared(pool)
+            pool.close()
+
+        with pytest.raises(ConnectionFailed, match="pool was closed"):
+            ended_after(stop, lambda: pool.ask("say x"))
+
+
+def test_what_was_cancelled_is_not_tried_again(tmp_path):
+    with BusyServer(1, Code.OVERLOADED, 0, tmp_path / "a") as server, Pool(server.address) as pool:
+        stream = pool.stream("say x")
+        pool._clients[pool.endpoints[0]].ping()  # the refusal has come, and nobody has seen it
+        stream.cancel()
+        assert list(stream) == []
+        assert stream.result.finish_reason.name == "CANCELLED"
+        assert len(server.requests) == 1
+
+
+def test_a_request_that_is_cancelled_while_it_moves_is_cancelled_where_it_arrives(tmp_path):
+    moving, seen = threading.Event(), threading.Event()
+
+    class Slow(Pool):
+        def begin(self, messages, retry):
+            at = super().begin(messages, retry)
+            if retry.last is not None:
+                moving.set()
+                assert seen.wait(10)
+            return at
+
+    for leave in ("cancel", "close"):
+        moving.clear()
+        seen.clear()
+        with BusyServer(1, Code.OVERLOADED, 1, tmp_path / leave) as server, Slow(server.address) as pool:
+            stream = pool.stream("endless")
+
+            def stop(stream=stream, leave=leave):
+                assert moving.wait(10)
+                getattr(stream, leave)()
+                seen.set()
+
+            ended_after(stop, lambda stream=stream: list(stream))
+            assert server.was_cancelled.wait(10)
+            assert server.cancelled[-1:] == [server.requests[1].request_id]
+            assert in_flight(pool) == [0]
+
+
+@pytest.mark.parametrize("leave", ["cancel", "close"])
+@pytest.mark.parametrize("there", [True, False])
+def test_asyncio_leaving_ends_a_request_that_waits_for_a_server_and_not_its_reader(tmp_path, leave, there):
+    async def main():
+        with BusyServer(3_600, Code.OVERLOADED, 600_000, tmp_path / "a") as server:
+            address = server.address if there else f"unix:{tmp_path}/nobody"
+            async with AsyncPool(address, patience=3_600, attempts=3_600) as pool:
+                stream = pool.stream("say x")
+
+                async def read():
+                    return [chunk async for chunk in stream]
+
+                reader = asyncio.create_task(read())
+                await until(lambda: pool.endpoints[0].free_at or pool.endpoints[0].failures > 1)
+                found = getattr(stream, leave)()
+                if leave == "close":
+                    await found
+                assert await asyncio.wait_for(asyncio.shield(reader), 10) == []
+                assert [chunk async for chunk in stream] == []
+                assert (stream.result.finish_reason.name if stream.result else "") == (
+                    "CANCELLED" if leave == "cancel" else ""
+                )
+                stream.cancel()
+                await stream.close()
+                assert in_flight(pool) == [0]
+            assert len(server.requests) == there
+
+    run(main())
+
+
+def test_asyncio_what_was_cancelled_or_closed_is_not_tried_again(tmp_path):
+    async def main():
+        for leave in ("cancel", "close"):
+            with BusyServer(1, Code.OVERLOADED, 0, tmp_path / leave) as server:
+                async with AsyncPool(server.address) as pool:
+                    stream = pool.stream("say x")
+                    await until(lambda stream=stream: stream._at)
+                    await stream._at.client.ping()  # the refusal has come, and nobody has seen it
+                    if leave == "close":  # while the reader is about to try again
+                        failed = pool.failed
+
+                        async def slowly(*what, failed=failed, stream=stream):
+                            await failed(*what)
+                            await asyncio.create_task(stream.close())
+
+                        pool.failed = slowly
+                    else:
+                        stream.cancel()
+                    assert [chunk async for chunk in stream] == []
+                    await asyncio.sleep(0.05)
+                    assert in_flight(pool) == [0]
+                assert len(server.requests) == 1
+                assert (stream.result is None) == (leave == "close")
+
+    run(main())
+
+
+def test_asyncio_whoever_cancels_the_reader_cancels_it(tmp_path):
+    async def main():
+        async with AsyncPool(f"unix:{tmp_path}/nobody", patience=3_600, attempts=3_600) as pool:
+            reader = asyncio.create_task(pool.ask("say x"))
+            await until(lambda: pool.endpoints[0].failures > 1)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            assert in_flight(pool) == [0]
+
+    run(main())
+
+
+def test_asyncio_a_pool_that_is_closed_keeps_no_connection_that_was_being_made(tmp_path):
+    async def main():
+        asked, go, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def serve(reader, writer):
+            await reader.read(65_536)
+            asked.set()
+            await go.wait()
+            writer.write(encode_server_info(1, pack_server_info(INFO)))
+            assert await reader.read() == b""
+            writer.close()
+            left.set()
+
+        async with await asyncio.start_unix_server(serve, tmp_path / "s"):
+            pool = AsyncPool(f"unix:{tmp_path}/s", auth_token="t")
+            asking = asyncio.create_task(pool.ask("say x"))
+            await asked.wait()
+            await pool.close()
+            go.set()
+            with pytest.raises(ConnectionFailed, match="pool was closed"):
+                await asking
+            await asyncio.wait_for(left.wait(), 10)
+
+    run(main())
+
+
+def test_asyncio_a_pool_whose_closing_is_cancelled_keeps_no_connection(tmp_path):
+    async def main():
+        with FakeServer(tmp_path / "a") as a, FakeServer(tmp_path / "b") as b:
+            pool = AsyncPool([a.address, b.address])
+            await asyncio.gather(*(pool.ask("say x") for _ in range(4)))
+            closing = asyncio.create_task(pool.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            await until(lambda: a.closed.is_set() and b.closed.is_set())
 
     run(main())

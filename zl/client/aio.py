@@ -11,22 +11,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
-from zl.address import Target, TcpAddress, UnixAddress
+from zl.address import Target, TcpAddress
 from zl.client import endpoints
-from zl.client.channel import ASK_TLS_S
-from zl.client.errors import StreamBroken, TimedOut, TlsFailed
+from zl.client.aio_channel import end_transport, open_transport, speaks_tls
+from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut, TlsFailed
 from zl.client.messages import Answer, Chunk, Messages, Options, Result, ServerInfo, Timeouts, join, request_fields
 from zl.client.trust import Trust
 from zl.client.wire import MAX_BUFFERED, Call, Wire
 from zl.net.codec import Operation
 
 _READ_BYTES = 1 << 16
-_GOODBYE_S = 1.0
-"""How long a closing TLS connection waits for the server's goodbye; asyncio itself would wait for half a minute."""
-
-P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class AsyncClient:
@@ -43,8 +39,10 @@ class AsyncClient:
         auth_token: str | None = None,
         ca_file: str | os.PathLike[str] | Trust | None = None,
         max_buffered: int = MAX_BUFFERED,
+        known: set[Target] | None = None,
     ):
         self._address = address
+        self._known = set() if known is None else known
         self._trust = Trust.of(ca_file)
         self._target: Target | None = None
         self._timeouts = Timeouts.of(timeout)
@@ -55,6 +53,7 @@ class AsyncClient:
         self._writer: asyncio.StreamWriter | None = None
         self._n_sent = 0
         self._task: asyncio.Task[None] | None = None
+        self._left = False
 
     async def connect(self) -> Self:
         """Connect and, where there is a token, say hello with it."""
@@ -66,6 +65,9 @@ class AsyncClient:
             lambda: asyncio.StreamReaderProtocol(reader, loop=loop), self._address, self._timeouts.connect, self._trust
         )
         self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        if self._left:  # closed by another task meanwhile
+            end_transport(transport)
+            raise ConnectionFailed("this client was closed")
         self._wire.closed = ""
         self._task = asyncio.create_task(self._read(reader), name="zl client reader")
         if self._token:
@@ -88,7 +90,7 @@ class AsyncClient:
     def stream(self, messages: Messages, **options: Unpack[Options]) -> AsyncStream:
         """Send a request and return its answer as an asynchronous iterator of chunks; see `Client.stream`."""
         changed = asyncio.Event()
-        call = self._open(request_fields(messages, options), changed.set)
+        call = self._open(request_fields(messages, options), changed.set, self._timeouts.first_token)
         return AsyncStream(self, call, changed, self._timeouts)
 
     async def ask(self, messages: Messages, **options: Unpack[Options]) -> Answer:
@@ -102,7 +104,7 @@ class AsyncClient:
         """Ask the server what it is, and show it the token if there is one."""
         changed = asyncio.Event()
         fields = {"operation": Operation.HELLO, "auth_token": auth_token}
-        call = self._open(fields, changed.set)
+        call = self._open(fields, changed.set, self._timeouts.connect)
         if not await wait_for(call.readable, changed, self._timeouts.connect):
             self.abandon(call)
             raise TimedOut(f"no answer to hello within {self._timeouts.connect:g} s", phase="hello")
@@ -139,21 +141,33 @@ class AsyncClient:
         """Why the connection is known to be gone; empty while it is not."""
         return self._wire.closed
 
+    @property
+    def maybe_tls(self) -> bool:
+        """Say whether the connection is gone because the server speaks TLS, or that is being found out."""
+        return self._wire.maybe_tls
+
     async def close(self) -> None:
         """Close the connection; the server cancels what is still running. Closing twice is fine."""
+        self.hang_up()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+
+    def hang_up(self) -> None:
+        """Do all of `close` that needs no waiting; what awaits `close` may be cancelled, this is done by then."""
+        self._left = True
         self._wire.lost("this client was closed")
         self._pong.set()
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
         if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
+            end_transport(self._writer.transport)
 
     def write(self, data: bytes) -> None:
-        """Send bytes; nothing happens once the connection is gone, since its calls have been told."""
-        if data and self._writer is not None and not self._wire.closed:
+        """Send bytes; nothing happens once the connection is gone, since its calls are told by the reading task."""
+        if data and self._writer is not None and not self._wire.closed and not self._writer.is_closing():
             self._n_sent += len(data)
             self._writer.write(data)  # wire
 
@@ -172,30 +186,43 @@ class AsyncClient:
         """Ask the server to end a call early; its last frame still comes."""
         self.write(self._wire.cancel(call))
 
-    def _open(self, fields: Mapping[str, object], wake: Callable[[], None]) -> Call:
-        call, frame = self._wire.open(fields, wake)
+    def _open(self, fields: Mapping[str, Any], wake: Callable[[], None], timeout: float) -> Call:
+        patience = min(timeout, (fields.get("deadline_ms") or math.inf) / 1000)
+        call, frame = self._wire.open(fields, wake, time.monotonic() + patience)
         self.write(frame)
         return call
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        target, alert = self._target, False
-        failure: OSError | None = None
+        wire, target, failure = self._wire, self._target, None
+        assert self._writer is not None
+        assert target is not None
         try:
             while data := await reader.read(_READ_BYTES):
-                alert = not self._wire.heard and isinstance(target, TcpAddress) and endpoints.is_tls(data)
-                if alert:
-                    break
-                self.write(self._wire.receive(data))
+                if not wire.heard:
+                    if isinstance(target, TcpAddress) and endpoints.is_tls(data):
+                        raise endpoints.needs_tls(target)
+                    self._known.add(target)
+                self.write(wire.receive(data))
                 self._pong.set()
-                if self._wire.closed:
-                    return
+                if wire.closed:
+                    break
         except OSError as error:
             failure = error
-        if isinstance(target, TcpAddress) and not self._wire.heard:  # see Channel._look_for_tls
-            found = alert or (endpoints.judged(self._n_sent) and await _speaks_tls(target))
-            failure = endpoints.needs_tls(target) if found else failure
-        reason = endpoints.broke(failure) if failure else endpoints.ended(target, self._wire.heard)
-        self._wire.lost(reason, needs_tls=isinstance(failure, TlsFailed))
+        end_transport(self._writer.transport)  # a server that stops waits for our end
+        if not wire.closed:
+            await self._end(target, failure)
+
+    async def _end(self, target: Target, failure: OSError | None) -> None:
+        """Note that the server ended the connection, and why."""
+        wire = self._wire
+        reason = endpoints.broke(failure) if failure else endpoints.ended(target, wire.heard)
+        needs_tls = isinstance(failure, TlsFailed)
+        if isinstance(target, TcpAddress) and not (needs_tls or wire.heard or target in self._known):
+            seconds = min(wire.ending(reason, time.monotonic()), self._timeouts.connect)
+            self._pong.set()  # as in Client: what is new goes elsewhere from here on
+            if endpoints.judged(self._n_sent) and await speaks_tls(target, seconds):
+                reason, needs_tls = str(endpoints.needs_tls(target)), True
+        wire.lost(reason, needs_tls=needs_tls)
         self._pong.set()
 
 
@@ -274,45 +301,3 @@ async def wait_for(ready: Callable[[], bool], changed: asyncio.Event, timeout: f
     except TimeoutError:
         return ready()
     return True
-
-
-async def open_transport(
-    factory: Callable[[], P], text: str | None, timeout: float, trust: Trust
-) -> tuple[asyncio.Transport, P, Target]:
-    """Connect to an address, or to the default ones for None; the one place where asyncio's clients open sockets.
-
-    timeout  seconds for each address tried, a TLS handshake included
-    Raises   ConnectionFailed, TlsFailed; ConfigError: the text is no address, or the CA file cannot be used
-    """
-    addresses = endpoints.candidates(text)
-    loop = asyncio.get_running_loop()
-    last = OSError("nothing to try")
-    for address in addresses:
-        try:
-            async with asyncio.timeout(None if math.isinf(timeout) else timeout):
-                if isinstance(address, UnixAddress):
-                    return *await loop.create_unix_connection(factory, address.path), address
-                if isinstance(address, TcpAddress):
-                    return *await loop.create_connection(factory, address.host, address.port), address
-                return *await loop.create_connection(
-                    factory, address.host, address.port, ssl=trust.context(), server_hostname=address.host,
-                    ssl_shutdown_timeout=_GOODBYE_S,
-                ), address  # fmt: skip
-        except OSError as error:  # TimeoutError is one
-            last = error
-    raise endpoints.failure(addresses, last, trust.ca_file) from last
-
-
-async def _speaks_tls(address: TcpAddress) -> bool:
-    from zl.client.tls import client_hello
-
-    try:
-        async with asyncio.timeout(ASK_TLS_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            try:
-                writer.write(client_hello(address.host))  # wire
-                return endpoints.is_tls(await reader.read(_READ_BYTES))
-            finally:
-                writer.close()
-    except OSError:  # TimeoutError is one
-        return False

@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple, Self, Unpack
 
+from zl.address import Target
 from zl.client.aio import AsyncClient, AsyncStream
 from zl.client.balancer import Balancer, Endpoint, Retry
 from zl.client.errors import ConnectionFailed, Draining, StreamBroken, TimedOut, ZlClientError
-from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
+from zl.client.messages import UNSENT, Answer, Chunk, Messages, Options, Result, Timeouts, join
 from zl.client.pool import ATTEMPTS, PATIENCE_S
 from zl.client.trust import Trust
 
@@ -52,6 +53,7 @@ class AsyncPool:
         self._attempts = attempts
         self._clock = clock
         self._sleep = sleep
+        self._known: set[Target] = set()  # addresses at which zl has answered
         self._connecting = {each: asyncio.Lock() for each in self._balancer.endpoints}
         self._clients: dict[Endpoint, AsyncClient] = {}
         self._leaving: list[AsyncClient] = []
@@ -80,11 +82,12 @@ class AsyncPool:
         self._closed = True
         for probe in self._probes:
             probe.cancel()
-        await asyncio.gather(*self._probes, *self._closing, return_exceptions=True)
         clients = [*self._clients.values(), *self._leaving]
         self._clients, self._leaving = {}, []
         for client in clients:
-            await client.close()
+            client.hang_up()  # all of them before anything is awaited, where we may be cancelled
+        closing = [client.close() for client in clients]
+        await asyncio.gather(*self._probes, *self._closing, *closing, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,14 +118,13 @@ class AsyncPool:
     ) -> None:
         """Note a failure on a connection, or to get one; return where the request may be tried again, raise it else."""
         current = client is not None and self._clients.get(endpoint) is client
-        stale = client is not None and not current
+        # Those whose requests were on it hear whether TLS is spoken there, and tell.
+        stale = client is not None and (not current or client.maybe_tls)
         served = client is not None and client.served
         try:
             retry.failed(self._balancer, endpoint, error, self._clock(), served=served, stale=stale)
         finally:
-            if current and isinstance(error, ConnectionFailed | StreamBroken):
-                await self._clients.pop(endpoint).close()
-            elif current and isinstance(error, Draining | TimedOut):
+            if current and isinstance(error, ConnectionFailed | StreamBroken | Draining | TimedOut):
                 self._leaving.append(self._clients.pop(endpoint))  # others' answers on it go on
             self._sweep()
 
@@ -134,6 +136,7 @@ class AsyncPool:
         """Close the connections that were given up and whose last answer has ended."""
         for client in [each for each in self._leaving if not each.in_flight]:
             self._leaving.remove(client)
+            client.hang_up()  # a task that is cancelled before its first step would never
             _keep(self._closing, asyncio.create_task(client.close(), name="zl client close"))
 
     async def _pick(self, retry: Retry) -> Endpoint:
@@ -151,16 +154,27 @@ class AsyncPool:
     async def _client(self, endpoint: Endpoint) -> AsyncClient:
         async with self._connecting[endpoint]:
             client = self._clients.get(endpoint)
-            if client is not None and client.closed:  # found out while nothing was being answered on it
-                await client.close()
+            if client is not None and client.closed:
+                # Found out while nothing was being answered on it, or what is may still hear why it ended.
+                self._leaving.append(self._clients.pop(endpoint))
                 client = None
             if client is None:
                 client = await self._connection(endpoint)
-                self._clients[endpoint] = client
+                await self._adopt(endpoint, client)
             return client
 
     def _connection(self, endpoint: Endpoint) -> AsyncClient:
-        return AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust)
+        return AsyncClient(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust,
+                           known=self._known)  # fmt: skip
+
+    async def _adopt(self, endpoint: Endpoint, client: AsyncClient) -> None:
+        """Use a new connection from now on; one that was made meanwhile goes once its answers have ended."""
+        if self._closed:
+            await client.close()
+            return
+        if endpoint in self._clients:
+            self._leaving.append(self._clients[endpoint])
+        self._clients[endpoint] = client
 
     async def _probe(self, endpoint: Endpoint) -> None:
         client = self._connection(endpoint)
@@ -174,9 +188,7 @@ class AsyncPool:
         except BaseException:
             await client.close()
             raise
-        if endpoint in self._clients:
-            self._leaving.append(self._clients[endpoint])
-        self._clients[endpoint] = client
+        await self._adopt(endpoint, client)
         self._balancer.alive(endpoint)
         self._sweep()
 
@@ -190,13 +202,14 @@ class AsyncPoolStream:
         self._retry = retry
         self._at: AsyncAttempt | None = None  # where the request is; counts as in flight there
         self._last: AsyncStream | None = None
-        self._ended = False
+        self._ended = self._cancelled = False
+        self._cut: Result | None = None  # the result where a cancel found the request between two servers
         self._starting: asyncio.Task[None] | None = self._start()
 
     @property
     def result(self) -> Result | None:
         """How the answer ended; None before its end."""
-        return self._last.result if self._last is not None else None
+        return self._cut or (self._last.result if self._last is not None else None)
 
     def __aiter__(self) -> Self:
         return self
@@ -204,11 +217,14 @@ class AsyncPoolStream:
     async def __anext__(self) -> Chunk:
         while not self._ended:
             try:
-                if self._starting is not None:
-                    await self._starting
+                if (starting := self._starting) is not None:
+                    await asyncio.wait([starting])  # itself, it would cancel us where `cancel` or `close` cancels it
+                    if self._ended:
+                        break
                     self._starting = None
+                    starting.result()
                 if self._at is None:
-                    break  # closed meanwhile
+                    break
                 return await anext(self._at.stream)
             except ZlClientError as error:
                 if self._at is None:
@@ -221,7 +237,10 @@ class AsyncPoolStream:
                 except BaseException:
                     self._ended = True
                     raise
-                self._starting = self._start()
+                if self._cancelled:
+                    self._stop()
+                elif not self._ended:  # else it was closed meanwhile
+                    self._starting = self._start()
             except BaseException:  # the end of the answer, and cancelling too
                 await self.close()
                 raise
@@ -229,22 +248,29 @@ class AsyncPoolStream:
 
     def cancel(self) -> None:
         """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
+        self._cancelled = True
         if self._at is not None:
             self._at.stream.cancel()
-        elif self._starting is not None:
-            self._ended = True
-            self._starting.cancel()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End a cancelled request that no server has, unless it has ended."""
+        if not self._ended:
+            self._ended, self._cut = True, UNSENT
+            if self._starting is not None:
+                self._starting.cancel()
 
     async def close(self) -> None:
         """Stop reading; a request that still runs is cancelled. Closing twice is fine."""
         self._ended = True
+        if self._at is not None:
+            await self._at.stream.close()
+            self._leave()
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-        if self._at is not None:
-            await self._at.stream.close()
-            self._leave()
 
     aclose = close
 

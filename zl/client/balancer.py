@@ -156,6 +156,7 @@ class Retry:
     """How often and how long one request may still be tried. Only one that has produced no token is ever tried again.
 
     patience  seconds from the start after which a failure is final; the request's own deadline may be sooner
+    over      nobody waits for the answer any more: whoever is about to try the request does not
     """
 
     def __init__(self, options: Options, now: float, patience: float, attempts: int):
@@ -166,6 +167,7 @@ class Retry:
         self._deadline = now + deadline_ms / 1000 if deadline_ms else None
         self.give_up_at = now + patience if self._deadline is None else min(now + patience, self._deadline)
         self.last: ZlClientError | None = None
+        self.over = False
 
     def options(self, now: float) -> Options:
         """Give the options of the next attempt: what is left of the deadline is the new one.

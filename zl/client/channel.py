@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from zl.address import Target, TcpAddress, TlsAddress, UnixAddress
 from zl.client import endpoints
-from zl.client.endpoints import is_tls, judged, needs_tls
+from zl.client.endpoints import ASK_TLS_S, is_tls, judged, needs_tls
 from zl.client.trust import Trust
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ _RECV_BYTES = 1 << 16
 _MAX_WAITING_BYTES = 1 << 20
 _LONGEST_S = 1_000_000.0
 """The longest single wait: poll counts milliseconds in an int, which ends after 24 days."""
-
-ASK_TLS_S = 1.0
-"""How long a server that ended a connection without a word may take to show that it speaks TLS."""
 
 
 class Channel:
@@ -48,33 +45,32 @@ class Channel:
         self._sender = 0  # the thread that has it
         self._queued: set[int] = set()  # threads that wait for it
         self._broken: OSError | None = None
-        self._heard = self._shut = self._sent_all = False
+        self._heard = self._sent_all = False
         self._n_sent = 0
 
     def receive(self, timeout: float) -> bytes | None:
         """Wait at most `timeout` seconds for bytes; b"" at the end, None where none came, or no whole TLS record.
 
-        Raises  TlsFailed: the address is a tcp: one, and the server speaks TLS; OSError: the connection broke
+        Raises  TlsFailed: the address is a tcp: one, and the server answers in TLS; OSError: the connection broke
         """
-        if self._heard:
-            return self._receive(timeout)
-        try:
-            data = self._receive(timeout)
-        except OSError:
-            self._look_for_tls(b"")
-            raise
-        if data is not None:
-            self._look_for_tls(data)
-            self._heard = bool(data)
+        data = self._receive(timeout)
+        if data and not self._heard:
+            self._heard = True
+            if isinstance(self.address, TcpAddress) and is_tls(data):
+                raise needs_tls(self.address)
         return data
 
-    def _look_for_tls(self, first: bytes) -> None:
-        """Raise TlsFailed where the first that came, or the end before anything did, is that of a TLS server."""
-        address = self.address
-        if self._shut or not isinstance(address, TcpAddress):
+    def ask_for_tls(self, seconds: float) -> None:
+        """Where the server ended a tcp: connection without a word, ask it over another one whether it speaks TLS.
+
+        zl's closes without a word on what is no TLS, as one that is being stopped may.
+        seconds  how long it may take to show it, at most `ASK_TLS_S`
+        Raises   TlsFailed: it does
+        """
+        address, seconds = self.address, min(seconds, ASK_TLS_S)
+        if self._heard or not isinstance(address, TcpAddress) or not judged(self._n_sent, self._sent_all):
             return
-        # zl's closes without a word, as one that is being stopped may: so it is asked.
-        if is_tls(first) or (not first and judged(self._n_sent, self._sent_all) and _speaks_tls(address)):
+        if seconds > 0 and _speaks_tls(address, seconds):
             raise needs_tls(address)
 
     def _receive(self, timeout: float) -> bytes | None:
@@ -166,7 +162,6 @@ class Channel:
 
     def shut(self) -> None:
         """End the connection; a thread that receives wakes. `close` must follow, once it has."""
-        self._shut = True
         self._farewell()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -247,12 +242,14 @@ def _open_tls(address: TlsAddress, timeout: float | None, trust: Trust) -> Chann
     return Channel(sock, address, tls, early)
 
 
-def _speaks_tls(address: TcpAddress) -> bool:
+def _speaks_tls(address: TcpAddress, seconds: float) -> bool:
     from zl.client.tls import client_hello
 
+    end = time.monotonic() + seconds
     try:
-        with open_socket(address, ASK_TLS_S) as sock:
+        with open_socket(address, seconds) as sock:
             sock.sendall(client_hello(address.host))  # wire
+            sock.settimeout(max(0.001, end - time.monotonic()))
             return is_tls(sock.recv(_RECV_BYTES))
     except OSError:
         return False

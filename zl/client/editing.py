@@ -144,12 +144,13 @@ class DoubleBuffer:
     async def drop(self) -> None:
         """Cancel what was prepared and not taken."""
         timer, self._timer = self._timer, None
+        stream, self._stream, self._fields = self._stream, None, None
         if timer is not None and timer is not asyncio.current_task():
             timer.cancel()
-            await asyncio.gather(timer, return_exceptions=True)
-        stream, self._stream, self._fields = self._stream, None, None
         if stream is not None:
-            await stream.close()
+            await stream.close()  # first: what waits for the timer may be cancelled
+        if timer is not None and timer is not asyncio.current_task():
+            await asyncio.gather(timer, return_exceptions=True)
 
     async def _expire(self) -> None:
         await self._sleep(self._keep)

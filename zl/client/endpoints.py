@@ -21,6 +21,9 @@ from zl.client.errors import ConnectionFailed, TlsFailed
 _TLS_HEADER_BYTES = 5
 """Of a record; before it has as many, a TLS server says nothing."""
 
+ASK_TLS_S = 1.0
+"""How long a server that ended a connection without a word may take to show that it speaks TLS."""
+
 
 def candidates(address: str | None, environ: Mapping[str, str] | None = None) -> list[Target]:
     """List the addresses to try: the given one, else `ZL_CONNECT`, else the default Unix socket and TCP port.

@@ -84,6 +84,10 @@ class Result(NamedTuple):
     seed: int
 
 
+UNSENT = Result(Finish.CANCELLED, None, 0)
+"""How an answer ended that was cancelled while no server had its request."""
+
+
 class Answer(NamedTuple):
     """A whole answer."""
 

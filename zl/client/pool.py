@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Self, Unpack
 
+from zl.address import Target
 from zl.client.balancer import Balancer, Endpoint, Retry
 from zl.client.errors import ConnectionFailed, Draining, StreamBroken, TimedOut, ZlClientError
-from zl.client.messages import Answer, Chunk, Messages, Options, Result, Timeouts, join
+from zl.client.messages import UNSENT, Answer, Chunk, Messages, Options, Result, Timeouts, join
 from zl.client.sync import Client, Stream
 from zl.client.trust import Trust
 
@@ -38,7 +39,7 @@ class Pool:
     timeout, auth_token, ca_file   as of `Client`
     patience   seconds that a request may wait for an endpoint and be tried again in
     attempts   how often it is tried at most
-    clock, sleep   for tests
+    clock, sleep   for tests; None waits as `clock` goes, and a cancel or `close` ends the wait
     Raises     ConfigError. Connections are made with the first request.
     """
 
@@ -52,7 +53,7 @@ class Pool:
         patience: float = PATIENCE_S,
         attempts: int = ATTEMPTS,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ):
         self._balancer = Balancer(addresses)
         self._timeout = timeout
@@ -65,6 +66,8 @@ class Pool:
         self._sleep = sleep
         # Guards the balancer, the clients and `_closed`. Reentrant: a stream's __del__ may come while we have it.
         self._lock = threading.RLock()
+        self._roused = threading.Condition(self._lock)  # some request is over, or all are
+        self._known: set[Target] = set()  # addresses at which zl has answered
         self._connecting = {each: threading.Lock() for each in self._balancer.endpoints}
         self._clients: dict[Endpoint, Client] = {}
         self._leaving: list[Client] = []
@@ -90,6 +93,7 @@ class Pool:
         """Close all connections. Closing twice is fine."""
         with self._lock:
             self._closed = True
+            self._roused.notify_all()
             clients = [*self._clients.values(), *self._leaving]
             self._clients, self._leaving = {}, []
         for client in clients:
@@ -101,14 +105,16 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, messages: Messages, retry: Retry) -> Attempt:
-        """Send a request to an endpoint that takes it, waiting for one if need be."""
-        while True:
-            endpoint = self._pick(retry)
+    def begin(self, messages: Messages, retry: Retry) -> Attempt | None:
+        """Send a request to an endpoint that takes it, waiting for one if need be; None: it was stopped before."""
+        while (endpoint := self._pick(retry)) is not None:
             client: Client | None = None
             try:
                 options = retry.options(self._clock())
                 client = self._client(endpoint)
+                if retry.over:
+                    self.end(endpoint)
+                    break
                 return Attempt(endpoint, client, client.stream(messages, **options))
             except ZlClientError as error:
                 self.end(endpoint)
@@ -118,25 +124,28 @@ class Pool:
             except BaseException:
                 self.end(endpoint)
                 raise
+        return None
+
+    def stop(self, retry: Retry) -> None:
+        """Try a request no more; a thread that waits for an endpoint for it wakes."""
+        with self._lock:
+            retry.over = True
+            self._roused.notify_all()
 
     def failed(self, endpoint: Endpoint, client: Client | None, error: ZlClientError, retry: Retry) -> None:
         """Note a failure on a connection, or to get one; return where the request may be tried again, raise it else."""
         served = client is not None and client.served
-        over: Client | None = None
         try:
             with self._lock:
                 current = client is not None and self._clients.get(endpoint) is client
-                stale = client is not None and not current
+                # Those whose requests were on it hear whether TLS is spoken there, and tell.
+                stale = client is not None and (not current or client.maybe_tls)
                 try:
                     retry.failed(self._balancer, endpoint, error, self._clock(), served=served, stale=stale)
                 finally:
-                    if current and isinstance(error, ConnectionFailed | StreamBroken):
-                        over = self._clients.pop(endpoint)
-                    elif current and isinstance(error, Draining | TimedOut):
+                    if current and isinstance(error, ConnectionFailed | StreamBroken | Draining | TimedOut):
                         self._leaving.append(self._clients.pop(endpoint))  # others' answers on it go on
         finally:
-            if over is not None:
-                over.close()
             self._sweep()
 
     def end(self, endpoint: Endpoint) -> None:
@@ -148,14 +157,19 @@ class Pool:
     def _sweep(self) -> None:
         """Close the connections that were given up and whose last answer has ended."""
         with self._lock:
-            over = [each for each in self._leaving if not each.in_flight]
+            leaving = list(self._leaving)
+        # Asked without our lock: a client has one of its own, and whoever holds that may come for ours in a __del__.
+        over = [each for each in leaving if not each.in_flight]
+        with self._lock:
             self._leaving = [each for each in self._leaving if each not in over]
         for each in over:
             each.close()
 
-    def _pick(self, retry: Retry) -> Endpoint:
+    def _pick(self, retry: Retry) -> Endpoint | None:
         while True:
             with self._lock:
+                if retry.over:
+                    return None
                 if self._closed:
                     raise ConnectionFailed("this pool was closed")
                 now = self._clock()
@@ -168,24 +182,33 @@ class Pool:
                 threading.Thread(target=self._probe, args=(each,), name="zl client probe", daemon=True).start()
             if endpoint is not None:
                 return endpoint
-            self._sleep(seconds)
+            if self._sleep is not None:
+                self._sleep(seconds)
+                continue
+            with self._lock:
+                self._roused.wait_for(lambda: retry.over or self._closed, min(seconds, threading.TIMEOUT_MAX))
 
     def _client(self, endpoint: Endpoint) -> Client:
         with self._connecting[endpoint]:
             with self._lock:
                 client = self._clients.get(endpoint)
-            if client is not None and client.closed:  # found out while nothing was being answered on it
-                client.close()
-                client = None
+                if client is not None and client.closed:
+                    # Found out while nothing was being answered on it, or what is may still hear why it ended.
+                    self._leaving.append(self._clients.pop(endpoint))
+                    client = None
             if client is None:
-                client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust)
+                client = self._connection(endpoint)
                 self._keep(endpoint, client)
             return client
+
+    def _connection(self, endpoint: Endpoint) -> Client:
+        return Client(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust,
+                      known=self._known)  # fmt: skip
 
     def _probe(self, endpoint: Endpoint) -> None:
         client: Client | None = None
         try:
-            client = Client(endpoint.address, timeout=self._timeout, auth_token=self._token, ca_file=self._trust)
+            client = self._connection(endpoint)
             client.ping()
         except ZlClientError as error:
             if client is not None:
@@ -217,14 +240,20 @@ class PoolStream:
         self._pool = pool
         self._messages = messages
         self._retry = retry
-        self._open = False
-        self._at = pool.begin(messages, retry)
+        # One thread iterates, any may cancel or close. Reentrant: a __del__ may come while we have it.
+        self._lock = threading.RLock()  # guards what follows
+        self._open = False  # `_at` counts as in flight
+        self._cancelled = self._closed = False
+        self._cut: Result | None = None  # the result where a cancel found the request between two servers
+        at = pool.begin(messages, retry)
+        assert at is not None  # nobody else has this request yet
+        self._at = at
         self._open = True
 
     @property
     def result(self) -> Result | None:
         """How the answer ended; None before its end."""
-        return self._at.stream.result
+        return self._cut or self._at.stream.result
 
     @property
     def address(self) -> str:
@@ -235,34 +264,67 @@ class PoolStream:
         return self
 
     def __next__(self) -> Chunk:
-        while True:
+        while not (self._closed or self._cut):
             try:
                 return next(self._at.stream)
             except StopIteration:
                 self._end()
                 raise
             except ZlClientError as error:
-                if not self._open:
+                if not self._end():
+                    if self._closed:
+                        break
                     raise
-                self._end()
                 self._pool.failed(self._at.endpoint, self._at.client, error, self._retry)
-            self._at = self._pool.begin(self._messages, self._retry)
-            self._open = True
+            self._move()
+        raise StopIteration
 
     def cancel(self) -> None:
         """Ask the server to stop; the iterator ends with what had been generated, and `result` says CANCELLED."""
-        self._at.stream.cancel()
+        with self._lock:
+            self._cancelled = True
+            at = self._at if self._open else None
+        self._pool.stop(self._retry)
+        if at is not None:
+            at.stream.cancel()
 
     def close(self) -> None:
         """Stop reading; a request that still runs is cancelled. Closing twice is fine."""
-        if self._open:
-            self._at.stream.close()
+        with self._lock:
+            self._closed = True
+        self._pool.stop(self._retry)
+        self._drop()
+
+    def _move(self) -> None:
+        """Go to another server, unless the answer was cancelled or closed meanwhile."""
+        at = self._pool.begin(self._messages, self._retry)
+        with self._lock:
+            if at is not None:
+                self._at, self._open = at, True
+            elif not self._closed:
+                self._cut = UNSENT
+            closed, cancelled = self._closed, self._cancelled
+        # What came while the request was being sent did not find it there.
+        if closed:
+            self._drop()
+        elif cancelled and at is not None:
+            at.stream.cancel()
+
+    def _drop(self) -> None:
+        with self._lock:
+            at = self._at if self._open else None
+        if at is not None:
+            at.stream.close()
             self._end()
 
-    def _end(self) -> None:
-        if self._open:
+    def _end(self) -> bool:
+        """Take the end of the request where it is; False: that was done."""
+        with self._lock:
+            at = self._at if self._open else None
             self._open = False
-            self._pool.end(self._at.endpoint)
+        if at is not None:
+            self._pool.end(at.endpoint)
+        return at is not None
 
     def __enter__(self) -> Self:
         return self
@@ -271,4 +333,4 @@ class PoolStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._drop()

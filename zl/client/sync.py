@@ -7,12 +7,14 @@ reads for all, the others sleep until their frames have come. Refuses asyncio.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
+from zl.address import Target
 from zl.client import endpoints
 from zl.client.channel import open_channel
 from zl.client.errors import ConnectionFailed, StreamBroken, TimedOut, TlsFailed
@@ -32,6 +34,7 @@ class Client:
     timeout     seconds for each wait, or Timeouts; None: the defaults of Timeouts
     auth_token  said first where the server asks for one; None: `ZL_AUTH_TOKEN`, if that is set
     ca_file     for tls: PEM file with the authorities to believe, or a Trust to share; None: `ZL_CA`, else the system's
+    known       for pools, whose clients share it: addresses at which zl has answered, and nobody is asked for TLS
     Raises      ConnectionFailed, TlsFailed, Unauthenticated; ConfigError: no such kind of address
     """
 
@@ -43,8 +46,10 @@ class Client:
         auth_token: str | None = None,
         ca_file: str | os.PathLike[str] | Trust | None = None,
         max_buffered: int = MAX_BUFFERED,
+        known: set[Target] | None = None,
     ):
         self._timeouts = Timeouts.of(timeout)
+        self._known = set() if known is None else known
         self._wire = Wire(max_buffered)
         self._changed = threading.Condition()  # guards the wire's books and `_reading`
         self._reading = False
@@ -63,7 +68,8 @@ class Client:
         options   see Options
         Raises    here: BadRequest, ConnectionFailed; while iterating: any ZlClientError
         """
-        return Stream(self, self._open(request_fields(messages, options)), self._timeouts)
+        call = self._open(request_fields(messages, options), self._timeouts.first_token)
+        return Stream(self, call, self._timeouts)
 
     def ask(self, messages: Messages, **options: Unpack[Options]) -> Answer:
         """Send a request and wait for the whole answer. Arguments and errors are those of `stream`."""
@@ -75,7 +81,7 @@ class Client:
     def hello(self, auth_token: str = "") -> ServerInfo:
         """Ask the server what it is, and show it the token if there is one."""
         fields = {"operation": Operation.HELLO, "auth_token": auth_token}
-        call = self._open(fields)
+        call = self._open(fields, self._timeouts.connect)
         if not self.pump(call.readable, self._timeouts.connect):
             self.abandon(call)
             raise TimedOut(f"no answer to hello within {self._timeouts.connect:g} s", phase="hello")
@@ -117,12 +123,18 @@ class Client:
         """Why the connection is known to be gone; empty while it is not."""
         return self._wire.closed
 
+    @property
+    def maybe_tls(self) -> bool:
+        """Say whether the connection is gone because the server speaks TLS, or that is being found out."""
+        return self._wire.maybe_tls
+
     def close(self) -> None:
         """Close the connection; the server cancels what is still running. Closing twice is fine."""
-        self._channel.shut()  # wakes a thread that is reading
         with self._changed:
             self._wire.lost("this client was closed")
             self._changed.notify_all()
+        self._channel.shut()  # wakes a thread that is reading
+        with self._changed:
             while self._reading:
                 self._changed.wait(0.1)
             self._channel.close()
@@ -151,6 +163,7 @@ class Client:
         """Cancel a call whose answer nobody will read."""
         with self._changed:
             frame = self._wire.abandon(call)
+            self._changed.notify_all()  # another thread may be waiting for it
         with contextlib.suppress(ConnectionFailed):
             self._send(frame, wait=False)  # it may be a __del__'s
 
@@ -160,14 +173,16 @@ class Client:
             frame = self._wire.cancel(call)
         self._send(frame)
 
-    def _open(self, fields: Mapping[str, object]) -> Call:
+    def _open(self, fields: Mapping[str, Any], timeout: float) -> Call:
+        patience = min(timeout, (fields.get("deadline_ms") or math.inf) / 1000)
         with self._changed:
-            call, frame = self._wire.open(fields)
+            call, frame = self._wire.open(fields, give_up_at=time.monotonic() + patience)
         self._send(frame)
         return call
 
     def _read_once(self, timeout: float) -> None:
         """Wait for bytes and hand them to the wire. Called with the lock held, which is open while this waits."""
+        end = time.monotonic() + timeout
         self._reading = True
         self._changed.release()
         data: bytes | None = None
@@ -181,13 +196,38 @@ class Client:
             self._reading = False
             self._changed.notify_all()
         if data:
+            if not self._wire.heard:
+                self._known.add(self._channel.address)
             cancels = self._wire.receive(data)
-            if cancels:
+            if self._wire.closed:
+                self._channel.shut()
+            elif cancels:
                 with contextlib.suppress(ConnectionFailed):
                     self._send(cancels, wait=False)  # a server may wait for us to read before it reads again
-        elif data is not None:
-            reason = endpoints.broke(failure) if failure else endpoints.ended(self._channel.address, self._wire.heard)
-            self._wire.lost(reason, needs_tls=isinstance(failure, TlsFailed))
+        elif data is not None and not self._wire.closed:
+            self._end(failure, end)
+
+    def _end(self, failure: OSError | None, end: float) -> None:
+        """Note that the server ended the connection, and why. Called as `_read_once`; `end`: when its wait is over."""
+        wire, channel = self._wire, self._channel
+        reason = endpoints.broke(failure) if failure else endpoints.ended(channel.address, wire.heard)
+        channel.shut()  # a server that stops waits for our end
+        needs_tls = isinstance(failure, TlsFailed)
+        try:
+            if not (needs_tls or wire.heard or channel.address in self._known):
+                now = time.monotonic()
+                seconds = min(wire.ending(reason, now), self._timeouts.connect, end - now)
+                self._changed.notify_all()
+                self._changed.release()  # what is new goes elsewhere, and who leaves does not wait for this
+                try:
+                    channel.ask_for_tls(seconds)
+                finally:
+                    self._changed.acquire()
+        except TlsFailed as error:
+            reason, needs_tls = str(error), True
+        finally:
+            wire.lost(reason, needs_tls=needs_tls)
+            self._changed.notify_all()
 
     def _send(self, data: bytes, *, wait: bool = True) -> None:
         if not data:
@@ -199,7 +239,8 @@ class Client:
         else:
             return
         # A server that closed on us has said why, if only the bytes are read that came before the end.
-        self.pump(lambda: bool(self._wire.closed), _LAST_WORDS_S)
+        self.pump(lambda: bool(self._wire.closed) and not self._wire.asking, _LAST_WORDS_S)
+        self._channel.shut()
         with self._changed:
             self._wire.lost(reason)
             self._changed.notify_all()

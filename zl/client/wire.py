@@ -6,6 +6,7 @@ State: the calls in flight, what has come for each and was not read yet (bounded
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,13 +25,18 @@ MAX_RESPONSE = 16 * 2**20
 
 
 class Call:
-    """One request in flight and what has come for it."""
+    """One request in flight and what has come for it.
 
-    __slots__ = ("abandoned", "chunks", "ended", "error", "n_tokens", "request_id", "result", "seed", "server", "wake")
+    give_up_at  when its caller waits no longer for a first word, in seconds of the callers' clock
+    """
 
-    def __init__(self, request_id: int, wake: Callable[[], None] | None):
+    __slots__ = ("abandoned", "chunks", "ended", "error", "give_up_at", "n_tokens", "request_id", "result", "seed",
+                 "server", "wake")  # fmt: skip
+
+    def __init__(self, request_id: int, wake: Callable[[], None] | None, give_up_at: float = math.inf):
         self.request_id = request_id
         self.wake = wake
+        self.give_up_at = give_up_at
         self.chunks: deque[Chunk] = deque()
         self.n_tokens = 0
         self.seed = 0
@@ -42,10 +48,10 @@ class Call:
 
     def readable(self) -> bool:
         """Say whether `take` has something to give or to raise."""
-        return bool(self.chunks) or self.ended
+        return bool(self.chunks) or self.ended or self.abandoned
 
     def take(self) -> Chunk | None:
-        """Give the next chunk, None at the end; raise what ended the answer otherwise."""
+        """Give the next chunk, None at the end or where nobody reads on; raise what ended the answer otherwise."""
         if self.chunks:
             return self.chunks.popleft()
         if self.error is not None:
@@ -67,6 +73,7 @@ class Wire:
         self._answered = False
         self.heard = False  # the server has said something, be it nonsense
         self.closed = ""
+        self.asking = False  # it is gone, and the server is being asked why; see `ending`
         self._needs_tls = False
 
     @property
@@ -79,14 +86,22 @@ class Wire:
         """Say whether any answer has begun on this connection."""
         return self._answered or any(call.n_tokens for call in self._calls.values())
 
-    def open(self, fields: Mapping[str, Any], wake: Callable[[], None] | None = None) -> tuple[Call, bytes]:
+    @property
+    def maybe_tls(self) -> bool:
+        """Say whether the connection is gone because the server speaks TLS, or that is being found out."""
+        return self.asking or self._needs_tls
+
+    def open(
+        self, fields: Mapping[str, Any], wake: Callable[[], None] | None = None, give_up_at: float = math.inf
+    ) -> tuple[Call, bytes]:
         """Begin a request; return it and the frame to send. `wake` is called when something has come for it.
 
+        give_up_at  until when its caller waits for a first word, in seconds of the callers' clock
         Raises  ConnectionFailed: the connection is gone; BadRequest: a field does not fit the wire
         """
         if self.closed:
             raise self.failure()
-        call = Call(self._next_id, wake)
+        call = Call(self._next_id, wake, give_up_at)
         try:
             frame = encode_request(request_id=call.request_id, **fields)
         except ValueError as error:
@@ -120,6 +135,8 @@ class Wire:
         frame = b"" if call.abandoned else self.cancel(call)
         call.abandoned = True
         call.chunks.clear()
+        if call.wake is not None:
+            call.wake()  # another task may be reading
         return frame
 
     def receive(self, data: bytes) -> bytes:
@@ -138,10 +155,20 @@ class Wire:
         sending, self._outgoing = b"".join(self._outgoing), []
         return sending
 
+    def ending(self, reason: str, now: float) -> float:
+        """Take nothing new: the server has ended the connection, and is to be asked why. `lost` must follow.
+
+        Return how many seconds that may take: half of what the least patient caller has left, so that each hears of
+        the end of the connection rather than of its own patience.
+        """
+        self.closed, self.asking = reason, True
+        return (min((each.give_up_at for each in self._calls.values() if not each.abandoned), default=now) - now) / 2
+
     def lost(self, reason: str, *, needs_tls: bool = False) -> None:
         """End all calls: the connection is gone; `needs_tls`: since it had none, and no answer can have begun."""
-        if not self.closed:
+        if not self.closed or (self.asking and needs_tls):
             self.closed, self._needs_tls = reason, needs_tls
+        self.asking = False
         for call in list(self._calls.values()):
             if self._needs_tls:
                 self._end(call, self.failure())

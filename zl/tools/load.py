@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from zl.address import Target
 from zl.client import endpoints
-from zl.client.aio import AsyncClient, open_transport
+from zl.client.aio import AsyncClient
+from zl.client.aio_channel import open_transport
 from zl.client.errors import ZlClientError
 from zl.client.trust import Trust
 from zl.errors import Code

@@ -172,15 +172,25 @@ class _GoneError(Exception):
 
 
 def _next(channel: Channel, timeout: float) -> bytes:
-    end = time.monotonic() + timeout
     try:
-        while (data := channel.receive(max(0.0, end - time.monotonic()))) is None:
-            if time.monotonic() >= end:
-                raise _GoneError("the server has been silent for too long")
+        return _received(channel, timeout)
     except TimeoutError:
         raise _GoneError("the server has been silent for too long") from None
     except OSError as error:
         raise _GoneError(broke(error)) from error
+
+
+def _received(channel: Channel, timeout: float) -> bytes:
+    end = time.monotonic() + timeout
+    try:
+        while (data := channel.receive(max(0.0, end - time.monotonic()))) is None:
+            if time.monotonic() >= end:
+                raise TimeoutError
+    except ConnectionError:
+        channel.ask_for_tls(end - time.monotonic())
+        raise
+    if not data:
+        channel.ask_for_tls(end - time.monotonic())
     return data
 
 
