@@ -29,6 +29,7 @@ NEVER: dict[str, set[str]] = {
     "zl.lease": {"torch", "numpy", "asyncio", "zl.net"},
     "zl.ids": {"torch", "asyncio", "zl.net", "zl.text"},
     "zl.ports": {"torch", "numpy", "asyncio", "ssl", "zl.net", "zl.errors"},
+    "zl.streams": {"torch", "numpy", "asyncio", "socket", "zl.net"},
     "zl.readers": {"torch", "numpy", "asyncio"},
     "zl.policy": {"torch", "numpy", "asyncio", "zl.net"},
     "zl.access": {"torch", "asyncio", "zl.gpu", "zl.net"},

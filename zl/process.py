@@ -32,6 +32,7 @@ from zl.ops.reload import Reloader
 from zl.ops.signals import Signals
 from zl.phases import Phases, since_exec
 from zl.server import Server, check_journals, check_ports, open_build
+from zl.streams import Teller
 
 log = logging.getLogger("zl")
 
@@ -157,8 +158,7 @@ def _announce(server: Server, phases: Phases) -> None:
     assert server.listeners is not None
     build = server.build
     by = " by torch, the slow program" if server.engine.fallback else ""
-    print(
+    Teller()(
         f"zl: listening on {' and '.join(server.listeners.names)}: {build.model.name}, {build.dtype} on "
-        f"{build.device.name}{by}, {build.shapes.max_rows} rows, ready after {elapsed:.1f} s",
-        flush=True,
+        f"{build.device.name}{by}, {build.shapes.max_rows} rows, ready after {elapsed:.1f} s"
     )

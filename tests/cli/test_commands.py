@@ -288,3 +288,25 @@ def test_doctor_finds_what_would_stop_the_server(tmp_path):
     assert len(failed) == 3
     assert f"tcp:127.0.0.1:{port}" in failed[0]
     assert "in use" in failed[0]
+
+
+@pytest.mark.parametrize("module", ["argparse", "zl.streams", "zl.config", "zl.cli.top", "zl.client"])
+def test_ctrl_c_while_it_is_loaded_ends_it_without_a_word(module):
+    code = f"""if True:
+        import os, signal, sys
+
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        for name in [name for name in sys.modules if name == {module!r}]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, Finder())
+        from zl.cli import main
+        sys.exit(main(["ask", "hi", "--connect", "unix:/nonexistent"]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ENV
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -7,10 +7,12 @@ import fcntl
 import json
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -289,6 +291,48 @@ def test_load_against_the_echo_server_counts_every_frame():
         assert " 0 failed" in text
         assert "time to first token" in text
         assert "#" in text
+
+
+@pytest.mark.parametrize("line", ["{nc} --output json FILE", "--output json {nc} FILE", "{nc} FILE --output json",
+                                  "{nc} FILE --output json FILE", "{nc} --output json -- FILE", "{nc} --output json -"])
+def test_files_may_stand_behind_flags(server, tmp_path, line):
+    file = tmp_path / "hi.bin"
+    file.write_bytes(zl("frame", "say a").stdout)
+    words = line.format(nc=server.address).replace("FILE", str(file)).split()
+    done = zl("nc", *words, stdin=file.read_bytes())
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert all(b"request_id" in each for each in done.stdout.splitlines())
+
+
+def test_turns_may_stand_behind_flags_and_a_flag_that_is_none_is_refused():
+    made = request(zl("frame", "a", "--id", "3", "b", "--seed", "1", "c"))
+    assert (made.request_id, made.messages) == (3, [b"a", b"b", b"c"])
+    assert request(zl("frame", "a", "--id", "3", "--", "--sed")).messages == [b"a", b"--sed"]
+    wrong = zl("frame", "a", "--id", "3", "b", "--sed", "1")
+    assert (wrong.returncode, b"unknown flag --sed" in wrong.stderr) == (2, True)
+    bare = zl("nc")
+    assert (bare.returncode, b"required: ADDR\n" in bare.stderr) == (2, True)
+
+
+def test_ctrl_c_ends_load_and_its_echo_server_without_a_word():
+    command = [sys.executable, "-m", "zl", "load", "--echo", "--streams", "4", "--tokens", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (found := children.read_text().split()):
+        threading.Event().wait(0.01)
+    threading.Event().wait(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"")
+    assert process.returncode == 130
+    assert not os.path.exists(f"/proc/{found[0]}")
+
+
+def test_the_echo_server_ends_with_whoever_started_it(tmp_path):
+    with subprocess.Popen([sys.executable, "-m", "zl.tools.echo", str(tmp_path / "s")], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, env=ENV) as process:  # fmt: skip
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.close()
+        assert process.wait(30) == 0
 
 
 def test_load_reads_prompts_with_their_own_lengths(tmp_path):

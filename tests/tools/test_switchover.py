@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import select
+import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -250,3 +256,104 @@ def test_what_can_be_taken_back_is_when_a_step_of_it_fails(site):
         with site.server("green"), pytest.raises(SwitchError, match=r"rolled back, blue serves: .* status 4"):
             site.procedure(instances=(site.instance("blue"), broken), traffic="command", move=move).switch("green")
         assert "a step failed" in site.said[-1]
+
+
+def switch(site: Site, *arguments: str, until: Callable[[str], bool], number: signal.Signals = signal.SIGINT):
+    """Run the command as a process; send it a signal when `until` says so of what it has printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zl", "switch", "--config", str(site.folder / "switch.toml"), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    out = ""
+    while not until(out):
+        assert time.monotonic() < deadline
+        if select.select([process.stdout], [], [], 0.02)[0]:
+            out += os.read(process.stdout.fileno(), 4096).decode()
+    process.send_signal(number)
+    rest, err = process.communicate(timeout=30)
+    return process.returncode, out + rest, err
+
+
+def write_slow(site: Site, stop: str = "") -> None:
+    lines = ["[switch]", "steady_s = 3", "start_s = 2"]
+    for each in (site.instance("blue", stop), site.instance("green", stop)):
+        lines += [f"[instances.{each.name}]", f"address = '{each.address}'"]
+        lines += [f"start = {json.dumps(each.start)}", f"stop = {json.dumps(each.stop)}"]
+    (site.folder / "switch.toml").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_move_rolls_back(site, number):
+    write_slow(site)
+    with site.server("blue"), site.server("green"):
+        status, out, err = switch(site, "green", until=lambda out: "accepts connections too" in out, number=number)
+    assert (status, err) == (128 + number, f"zl: rolled back, blue serves: interrupted by {number.name}\n")
+    assert "rolling back: blue stays" in out
+    assert site.run == []
+
+
+def test_a_second_signal_does_not_end_the_rollback(site):
+    write_slow(site, stop="sleep 1")
+    with site.server("blue"), subprocess.Popen(
+        [sys.executable, "-m", "zl", "switch", "--config", str(site.folder / "switch.toml"), "green"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        while "start green" not in site.run:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        while "stop green" not in site.run:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the stop command dies of it
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "zl: rolled back, blue serves: interrupted by SIGINT\n")
+    assert "a step failed" not in out
+    assert site.run == ["start green", "stop green", "stop green"]
+
+
+def test_a_signal_while_the_old_one_drains_says_what_serves_and_what_is_left(site):
+    write_slow(site, stop="exec sleep 3 >/dev/null 2>&1")
+    (site.folder / "switch.toml").write_text((site.folder / "switch.toml").read_text().replace("= 3", "= 0.1"))
+    with site.server("blue"), site.server("green"):
+        status, _, err = switch(site, "green", until=lambda _: "stop blue" in site.run)
+    assert status == 130
+    assert err == ("zl: interrupted by SIGINT: green serves, blue still answers; "
+                   "zl switch green once more does what is left\n")  # fmt: skip
+
+
+def test_a_signal_during_a_rolling_restart_says_what_serves_and_what_is_left(site):
+    write_slow(site, stop=f"touch {site.folder}/blue.ill; exec sleep 3 >/dev/null 2>&1")
+    with site.server("blue"), site.server("green"):
+        status, _, err = switch(site, "--roll", until=lambda _: (site.folder / "blue.ill").exists())
+        time.sleep(0.1)
+    assert status == 130
+    assert err.startswith("zl: interrupted by SIGINT while blue was being restarted: green serves; left to do: start "
+                          "blue when it has ended, with sh -c echo start blue")  # fmt: skip
+    assert err.endswith("; restart green\n")
+
+
+def test_a_reader_who_leaves_does_not_keep_a_switch_from_rolling_back(site):
+    write_slow(site)
+    with site.server("blue"), subprocess.Popen(
+        [sys.executable, "-m", "zl", "switch", "--config", str(site.folder / "switch.toml"), "green"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read().splitlines()
+        assert process.wait(30) == 1
+    assert site.run == ["start green", "stop green"]
+    assert err[0] == "zl: standard output cannot be written: Broken pipe: the rest is told here"
+    assert err[1].endswith("rolling back: blue stays")
+    assert err[2].startswith("zl: rolled back, blue serves: not ready within 2 s")
+
+
+@pytest.mark.parametrize("redirect", [">&-", ">/dev/full", ">&- 2>&-"])
+def test_a_switch_needs_no_standard_output(site, redirect):
+    write(site)
+    command = f"exec {sys.executable} -m zl switch --config {site.folder / 'switch.toml'} green {redirect}"
+    with site.server("blue"), site.server("green"):
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (site.folder / "blue.ill").exists()
+    assert "Traceback" not in done.stderr

@@ -1,38 +1,29 @@
 """The `zl` command: reads the command line, runs one subcommand, turns errors into one line and an exit status.
 
 Each subcommand is a module here with `HELP`, `add_arguments(parser)` and `run(args) -> int`. What is heavy is imported
-inside `run`, so that `zl --help` answers at once. Owns no state.
+inside `run`, so that `zl --help` answers at once. What is imported here at the top takes next to no time: Ctrl-C while
+the rest is loaded is to end as quietly as later. Owns no state.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from collections.abc import Mapping, Sequence
 
-from zl import __version__
-from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
-from zl.cli.misuse import explain, unknown_command
-from zl.cli.packages import explain_missing
-from zl.errors import ConfigError, ZlError
-from zl.ops.signals import Signals
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+    from types import ModuleType
 
-COMMANDS = {
-    "serve": serve,
-    "ask": ask,
-    "chat": chat,
-    "pull": pull,
-    "build": build,
-    "doctor": doctor,
-    "frame": frame,
-    "nc": nc,
-    "dissect": dissect,
-    "load": load,
-    "switch": switch,
-    "hold": hold,
-    "top": top,
-}
+    from zl.ops.signals import Signals
+
+COMMANDS = (
+    "serve", "ask", "chat", "pull", "build", "doctor", "frame", "nc", "dissect", "load", "switch", "hold", "top",
+)  # fmt: skip
+_PRINTING = ("ask", "chat", "doctor", "frame", "nc", "dissect", "load", "top")
+"""Commands whose whole work is what they print."""
+_MANY = {"frame": "turns", "nc": "files"}
+"""Commands that take any number of words, and where those are kept."""
 
 _EPILOG = """\
 first steps:
@@ -45,8 +36,19 @@ Every command explains itself: zl serve --help
 """
 
 
+def _commands() -> Mapping[str, ModuleType]:
+    from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
+
+    modules = (serve, ask, chat, pull, build, doctor, frame, nc, dissect, load, switch, hold, top)
+    return dict(zip(COMMANDS, modules, strict=True))
+
+
 def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Make the parser of the whole command line; also the parsers of the commands, by name."""
+    import argparse
+
+    from zl import __version__
+
     parser = argparse.ArgumentParser(
         prog="zl",
         description="Serve a language model over raw sockets, and talk to it.",
@@ -57,7 +59,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     )
     parser.add_argument("--version", action="version", version=f"zl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, module in COMMANDS.items():
+    for name, module in _commands().items():
         own = commands.add_parser(
             name,
             help=module.HELP,
@@ -73,8 +75,50 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 def main(argv: Sequence[str] | None = None, signals: Signals | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 wrong use, 130 interrupted.
 
+    141 is for a reader who left before all was printed (`zl ask … | head -1`): 128 + SIGPIPE, as the shell says it.
+
     signals  those of a server, where they are heard already
     """
+    try:
+        return _settled(argv, signals)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _settled(argv: Sequence[str] | None, signals: Signals | None) -> int:
+    """Run one command; say so where standard output did not take what it printed."""
+    from contextlib import suppress
+
+    from zl import streams
+
+    streams.occupy()
+    broken: BaseException | None = None
+    status = 1
+    try:
+        status = _run(argv, signals)
+    except (KeyboardInterrupt, SystemExit, OSError) as error:  # SystemExit: argparse has printed help, or what is wrong
+        broken = error
+    lost = streams.lost()
+    if (failure := lost.get("stdout")) is not None:
+        if isinstance(failure, BrokenPipeError):
+            return 141
+        with suppress(OSError):
+            print(f"zl: {streams.explain(failure)}", file=sys.stderr)
+        return 1
+    if broken is not None and not (lost and isinstance(broken, OSError)):
+        raise broken
+    return status
+
+
+def _run(argv: Sequence[str] | None, signals: Signals | None) -> int:
+    import argparse
+    from contextlib import suppress
+
+    from zl import streams
+    from zl.cli.misuse import explain, unknown_command
+    from zl.cli.packages import explain_missing
+    from zl.errors import ConfigError, ZlError
+
     parser, commands = build_parser()
     try:
         args, extras = parser.parse_known_args(argv)
@@ -93,24 +137,35 @@ def main(argv: Sequence[str] | None = None, signals: Signals | None = None) -> i
         parser.print_help(sys.stderr)
         return 2
     try:
-        if extras:
+        if extras := _more_words(args, extras):
             raise ConfigError(explain(commands[args.command], args, extras))
-        status = COMMANDS[args.command].run(args)
-        sys.stdout.flush()
+        if args.command in _PRINTING:
+            streams.need_output()
+        else:
+            streams.ignore_output()
+        status: int = _commands()[args.command].run(args)
     except ZlError as error:
-        print("zl: " + " ".join(str(error).split()), file=sys.stderr)
+        with suppress(OSError):  # the status says it as well
+            print("zl: " + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_status
     except ModuleNotFoundError as error:
         said = explain_missing(args.command, error)
         if said is None:
             raise
-        print(f"zl: {said}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"zl: {said}", file=sys.stderr)
         return ConfigError.exit_status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output has left (`zl ask … | head -1`). Python flushes stdout once more on its way out:
-        # give it a place where that cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as the shell says it
     return status
+
+
+def _more_words(args: argparse.Namespace, extras: list[str]) -> list[str]:
+    """Take words that stand behind a flag (`zl nc ADDR --output json FILE`); return the rest, which nobody knows.
+
+    argparse gives an argument that may be repeated only the words up to the first flag, and calls the others unknown.
+    """
+    at = extras.index("--") if "--" in extras else len(extras)  # behind it, nothing is a flag
+    if args.command not in _MANY or any(word.startswith("-") and word != "-" for word in extras[:at]):
+        return extras
+    name = _MANY[args.command]
+    setattr(args, name, [*getattr(args, name), *extras[:at], *extras[at + 1 :]])
+    return []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from zl.cli.connecting import add_connection, add_sampling, connect, options
 from zl.errors import ConfigError, ZlError
+from zl.streams import standard_input
 
 if TYPE_CHECKING:
     from zl.client import Client, Result
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stream the answer; errors are raised."""
-    question = sys.stdin.read().strip() if args.question == "-" else args.question
+    question = standard_input().read().strip() if args.question == "-" else args.question
     if not question:
         raise ConfigError('there is no question: write zl ask "What is the capital of France?"')
     wanted = options(args)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from zl.cli.connecting import add_connection, add_sampling, connect, options
 from zl.errors import ConfigError, ZlError
 from zl.shapes import MAX_MESSAGES
+from zl.streams import standard_input
 
 if TYPE_CHECKING:
     from zl.client import Client
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends."""
-    live = sys.stdin.isatty()
+    live = standard_input().isatty()
     if live:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (line editing and history for input())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, cast
 
+from zl.cli.numbers import seconds
 from zl.readers import read_token
 from zl.shapes import DEFAULT_TOKENS, MAX_TOKENS
 
@@ -31,7 +32,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
                        "server on this machine, else tcp:127.0.0.1:7433)")  # fmt: skip
     add_ca(group)
     add_token(group)
-    group.add_argument("--timeout", type=float, metavar="SECONDS", help="longest wait for a token (default: 120)")
+    group.add_argument("--timeout", type=seconds, metavar="SECONDS", help="longest wait for a token (default: 120)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

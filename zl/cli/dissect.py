@@ -7,7 +7,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from zl.cli.numbers import count
 from zl.errors import ConfigError
+from zl.streams import standard_input
 
 if TYPE_CHECKING:
     from zl.tools.dissector import Dissection
@@ -36,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="recorded bytes; - reads stdin")
     parser.add_argument("--from", dest="side", choices=("client", "server"),
                         help="who sent the bytes (default: whose messages they resemble)")  # fmt: skip
-    parser.add_argument("--max-frame", type=int, metavar="BYTES", help="longest payload that the reader takes")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="judge token ids against a vocabulary of this size")
+    parser.add_argument("--max-frame", type=count(1, 2**32 - 1), metavar="BYTES",
+                        help="longest payload that the reader takes")  # fmt: skip
+    parser.add_argument("--vocab-size", type=count(1), metavar="N", help="judge token ids against a vocabulary of "
+                        "this size")  # fmt: skip
     parser.add_argument("--quiet", "-q", action="store_true", help="print the verdict only")
 
 
@@ -96,7 +100,7 @@ def read_bytes(path: str) -> bytes:
     """
     try:
         if path == "-":
-            return sys.stdin.buffer.read()
+            return standard_input().buffer.read()
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:

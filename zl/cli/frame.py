@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zl.errors import ConfigError
+from zl.streams import standard_input
 
 HELP = "make request frames, as raw bytes"
 DESCRIPTION = """\
@@ -36,7 +37,7 @@ _FLAGS = ("ignore_eos", "logprobs")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the turns and one flag for each field."""
-    parser.add_argument("turns", nargs="*", metavar="TURN", help="user, assistant, user… in turn")
+    parser.add_argument("turns", nargs="*", default=[], metavar="TURN", help="user, assistant, user… in turn")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--json", action="store_true", help="read requests as JSON objects from stdin")
     kinds.add_argument("--proto", action="store_true", help="read one zl.Request in protobuf text format from stdin")
@@ -76,10 +77,10 @@ def frames(args: argparse.Namespace) -> Iterator[bytes]:
     if args.ping:
         yield PING
     elif args.proto:
-        yield from_proto(sys.stdin.read())
+        yield from_proto(standard_input().read())
     elif args.json:
         next_id = args.request_id
-        for number, record in enumerate(json_objects(sys.stdin.read()), 1):
+        for number, record in enumerate(json_objects(standard_input().read()), 1):
             if not {"id", "request_id"} & record.keys():
                 record["request_id"] = next_id
                 next_id += 1

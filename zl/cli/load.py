@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zl.cli.connecting import ADDRESS, add_ca, add_token, token_of_flag
+from zl.cli.numbers import above_zero, count, seconds
 from zl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,24 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenario", choices=names, default="mid", help="default: mid; the flags below change it")
     group = parser.add_argument_group("scenario")
     for name, kind, about in (
-        ("streams", int, "streams at a time"), ("tokens", int, "tokens of each answer"),
-        ("per-stream", int, "requests on each stream, one after the other"), ("words", int, "words of each question"),
-        ("shared-words", int, "words of a system prompt that all requests share"),
-        ("idle", int, "further connections, open and silent"),
-        ("rate", float, "Poisson: requests a second"), ("seconds", float, "Poisson: how long"),
-        ("long-words", int, "words of one long prompt among the running streams"),
+        ("streams", count(1), "streams at a time"), ("tokens", count(1), "tokens of each answer"),
+        ("per-stream", count(1), "requests on each stream, one after the other"),
+        ("words", count(1), "words of each question"),
+        ("shared-words", count(0), "words of a system prompt that all requests share"),
+        ("idle", count(0), "further connections, open and silent"),
+        ("rate", above_zero, "Poisson: requests a second"), ("seconds", above_zero, "Poisson: how long"),
+        ("long-words", count(0), "words of one long prompt among the running streams"),
         ("prompts", Path, "JSONL file of conversations to send instead"), ("seed", int, "of words and arrival times"),
     ):  # fmt: skip
         group.add_argument("--" + name, type=kind, metavar="FILE" if kind is Path else "N", help=about)
     group = parser.add_argument_group("how")
-    group.add_argument("--connections", type=int, default=0, metavar="N", help="connections for all streams together "
-                       "(default: one a stream; with --client one)")  # fmt: skip
+    group.add_argument("--connections", type=count(0), default=0, metavar="N", help="connections for all streams "
+                       "together (default: one a stream; with --client one)")  # fmt: skip
     add_ca(group)
     add_token(group)
     group.add_argument("--client", action="store_true", help="go through zl.client.AsyncClient, to measure that")
-    group.add_argument("--server-pid", type=int, metavar="PID", help="whose CPU seconds to report (default: the "
+    group.add_argument("--server-pid", type=count(1), metavar="PID", help="whose CPU seconds to report (default: the "
                        "process at the other end of a Unix socket)")  # fmt: skip
-    group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
+    group.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS",
                        help="give up when no token comes for so long (default: 120)")  # fmt: skip
     group.add_argument("--json", action="store_true", help="print figures as JSON")
     group.add_argument("--echo", action="store_true", help="measure the generator against an echo server of its own")
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     plan = dataclasses.replace(PRESETS[args.scenario], **given)
     if "rate" in given:
         plan = dataclasses.replace(plan, poisson=True)
-    _check(args, plan)
+    _check(args, plan.prompts)
     # Each connection is a file descriptor, and the usual limit of 1,024 is below what the scenarios open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
@@ -114,13 +116,10 @@ def run(args: argparse.Namespace) -> int:
     return REFUSED if figures["failed"] else 0
 
 
-def _check(args: argparse.Namespace, plan: Plan) -> None:
+def _check(args: argparse.Namespace, prompts: Path | None) -> None:
     if args.echo and args.address:
         raise ConfigError(f"--echo measures against a server of its own: leave {args.address} out, or --echo")
-    for name in ("streams", "tokens", "per_stream", "words", "seconds"):
-        if getattr(plan, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
-    if args.scenario == "mixed" and plan.prompts is None:
+    if args.scenario == "mixed" and prompts is None:
         raise ConfigError('--scenario mixed needs --prompts FILE, with lines such as {"messages": ["Hi"], '
                           '"max_tokens": 16}')  # fmt: skip
 
@@ -135,16 +134,15 @@ def _target(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
         return
     with tempfile.TemporaryDirectory(prefix="zl-echo-") as folder:
         path = os.path.join(folder, "s")
-        child = subprocess.Popen([sys.executable, "-m", "zl.tools.echo", path], stdout=subprocess.PIPE)
-        try:
-            assert child.stdout is not None
-            child.stdout.readline()
-            yield f"unix:{path}", child.pid
-        finally:
-            child.terminate()
-            child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
+        # In a group of its own, since Ctrl-C is for us; at the end of its stdin it leaves, however we have left.
+        with subprocess.Popen([sys.executable, "-m", "zl.tools.echo", path], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, process_group=0) as child:  # fmt: skip
+            try:
+                assert child.stdout is not None
+                child.stdout.readline()
+                yield f"unix:{path}", child.pid
+            finally:
+                child.terminate()
 
 
 async def _measure(args: argparse.Namespace, plan: Plan, address: str, pid: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from zl.cli.connecting import ADDRESS, add_ca
+from zl.cli.numbers import seconds
 
 HELP = "send frames, print answers"
 DESCRIPTION = """\
@@ -27,9 +28,10 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the address, the files and the flags."""
     parser.add_argument("address", metavar="ADDR", help=ADDRESS)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="what to send (default: stdin; - is stdin too)")
+    parser.add_argument("files", nargs="*", default=[], metavar="FILE",
+                        help="what to send (default: stdin; - is stdin too)")  # fmt: skip
     parser.add_argument("--output", choices=("text", "json", "raw"), default="text", help="default: text")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
+    parser.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS",
                         help="longest silence of the server, also while connecting (default: 120)")  # fmt: skip
     add_ca(parser)
 

@@ -18,7 +18,10 @@ Without a name, says what serves.
 The file names the instances and how traffic is moved: one listening socket that all accept from, HAProxy's runtime
 socket, or a command of your own. docs/scaling.md describes it.
 
-Exit status: 0 done; 1 rolled back, or nothing serves; 2 wrong use.
+Ctrl-C, TERM and the loss of the terminal roll back as well, or, once an old one is being stopped, end it with a line
+that says what serves and what is left to do. A pipe or disk that takes no more of what is printed ends nothing.
+
+Exit status: 0 done; 1 rolled back, or nothing serves; 2 wrong use; 129, 130, 143 ended by HUP, Ctrl-C, TERM.
 """
 EPILOG = """\
 examples:
@@ -42,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
     from zl.errors import ConfigError, ZlError
     from zl.readers import read_token
+    from zl.streams import Teller
     from zl.tools import fleet, probing
+    from zl.tools.interruption import Interrupted, Interruption
     from zl.tools.switchover import Procedure
 
     if args.name and args.roll:
@@ -66,9 +71,14 @@ def run(args: argparse.Namespace) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ZlError(f"another zl switch with {plan.path} is under way; let it end first") from None
-        procedure = Procedure(plan, lambda line: print(line, flush=True), token)
-        if args.roll:
-            procedure.roll()
-        else:
-            procedure.switch(args.name)
+        interruption = Interruption()
+        procedure = Procedure(plan, Teller(), token, interruption)
+        try:
+            with interruption.listening():
+                if args.roll:
+                    procedure.roll()
+                else:
+                    procedure.switch(args.name)
+        except Interrupted as error:  # before anything was begun, or after all was done
+            return error.status
     return 0

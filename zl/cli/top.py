@@ -113,7 +113,7 @@ def _watch(address: TcpAddress, window: Window, interval: float, glyphs: Glyphs)
     from zl.tools.top_screen import Screen
     from zl.tools.top_view import paint, view
 
-    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+    keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     with Screen(sys.stdout, keys) as screen:
         due = time.monotonic()
         while True:

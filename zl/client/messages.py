@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, Self, TypedDict, cast
 
 from zl.client.errors import BadRequest, UnsupportedContent
 from zl.errors import Finish
@@ -38,12 +38,27 @@ class Options(TypedDict, total=False):
     logprobs: bool
 
 
-class Timeouts(NamedTuple):
-    """How long the client waits, in seconds; `math.inf` waits for ever."""
+class _Timeouts(NamedTuple):
+    connect: float
+    first_token: float
+    between_tokens: float
 
-    connect: float = 5.0
-    first_token: float = 120.0
-    between_tokens: float = 60.0
+
+class Timeouts(_Timeouts):
+    """How long the client waits, in seconds above 0; `math.inf` waits for ever.
+
+    Raises  ValueError: one is 0, below it, or no number
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, connect: float = 5.0, first_token: float = 120.0, between_tokens: float = 60.0) -> Self:
+        """Check them: none can be kept at 0, and NaN would wait for ever here and not at all there."""
+        made = super().__new__(cls, connect, first_token, between_tokens)
+        for name, value in zip(made._fields, made, strict=True):
+            if not value > 0:
+                raise ValueError(f"timeout of {value!r} ({name}): it must be seconds above 0; math.inf waits for ever")
+        return made
 
     @classmethod
     def of(cls, value: float | Timeouts | None) -> Timeouts:

@@ -8,6 +8,7 @@ State: the answers that are running, by connection. Refuses the server's own par
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -106,12 +107,22 @@ class _Turns:
 
 
 async def serve(path: str) -> None:
-    """Serve on a Unix socket until the process is ended; says `ready` on stdout first."""
+    """Serve on a Unix socket until stdin ends or the process is ended; says `ready` on stdout first."""
     turns = _Turns()
-    server = await asyncio.get_running_loop().create_unix_server(lambda: _Peer(turns), path, backlog=1024)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_unix_server(lambda: _Peer(turns), path, backlog=1024)
+    over = asyncio.Event()
+    stdin = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            over.set()
+
+    loop.add_reader(stdin, read)
     print("ready", flush=True)
     async with server:
-        await server.serve_forever()
+        await over.wait()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Commands and columns: HAProxy management guide, section 9.3, "set server" and "s
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 from zl.address import parse_address
@@ -44,11 +45,13 @@ class Runtime:
         Raises  ZlError: nobody answers
         """
         try:
+            end = time.monotonic() + ANSWER_S
             with open_socket(parse_address(self.address), ANSWER_S) as sock:
                 sock.sendall(f"{text}\n".encode())  # wire
                 parts = []
                 while part := sock.recv(65_536):
                     parts.append(part)
+                    sock.settimeout(max(0.001, end - time.monotonic()))
         except OSError as error:
             raise ZlError(f"HAProxy's runtime socket {self.address}: {error.strerror or error}") from error
         return b"".join(parts).decode("utf-8", "replace").strip()

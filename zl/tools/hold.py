@@ -15,13 +15,13 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from zl.address import UnixAddress, parse_address
 from zl.errors import ConfigError, ZlError
 from zl.net.listen import FIRST_SYSTEMD_FD, Bound, bind_all, unbind
+from zl.streams import Teller
 
 MOST_SOCKETS = 16
 SHARED, OWN = "shared", "own"
@@ -146,4 +146,4 @@ def _close(bounds: Sequence[Bound]) -> None:
 
 def announce(names: Sequence[str], control: str) -> None:
     """Print the one line that says that the sockets are there."""
-    print(f"zl: holding {' and '.join(names)} for {control}", file=sys.stdout, flush=True)
+    Teller()(f"zl: holding {' and '.join(names)} for {control}")

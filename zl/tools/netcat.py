@@ -24,6 +24,7 @@ from zl.errors import Code, ConfigError, FrameError
 from zl.net.codec import decode_request, decode_response
 from zl.net.frames import FrameDecoder, Payload, Ping
 from zl.net.messages import Operation, Response
+from zl.streams import standard_input
 from zl.tools.printers import JsonPrinter, Printer, RawPrinter, TextPrinter
 
 REFUSED, BROKEN = 3, 4
@@ -34,8 +35,6 @@ _LEAVING_S = 1.0
 
 def exchange(address: str, files: Sequence[str], output: str, timeout: float, ca_file: str | None = None) -> int:
     """Send the files' bytes, half-close, print the answers as `output` says; return the exit status of `zl nc`."""
-    if sys.stdout is None:
-        raise ConfigError("standard output is closed: there is nowhere to print answers to")
     with ExitStack() as opened:
         sources = [_open(path, opened) for path in files]
         try:
@@ -147,12 +146,10 @@ def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> 
                 if response.error is not None and response.error.code != Code.OK:
                     status = REFUSED
                     _complain(response)
-    except TimeoutError:
-        closing = "the server has been silent for too long"
     except FrameError as error:
         closing = f"the server does not speak zl's protocol: {error}"
-    except OSError as error:
-        closing = broke(error)
+    except _GoneError as error:
+        closing = str(error)
     printer.close()
     cut = decoder.eof()
     # After an error of the connection itself (id 0) the server owes no further answers.
@@ -170,7 +167,20 @@ def _receive(channel: Channel, sent: Sent, printer: Printer, timeout: float) -> 
     return _fail(sent.error) if sent.error else status
 
 
+class _GoneError(Exception):
+    """Nothing more comes from the server; the text says why. No OSError, which standard output could raise as well."""
+
+
 def _next(channel: Channel, timeout: float) -> bytes:
+    try:
+        return _received(channel, timeout)
+    except TimeoutError:
+        raise _GoneError("the server has been silent for too long") from None
+    except OSError as error:
+        raise _GoneError(broke(error)) from error
+
+
+def _received(channel: Channel, timeout: float) -> bytes:
     end = time.monotonic() + timeout
     try:
         while (data := channel.receive(max(0.0, end - time.monotonic()))) is None:
@@ -209,9 +219,7 @@ def _send(channel: Channel, sources: list[BinaryIO], sent: Sent) -> None:
 
 def _open(path: str, opened: ExitStack) -> BinaryIO:
     if path == "-":
-        if sys.stdin is None:
-            raise ConfigError("standard input is closed: name a file to send, or give it something to read")
-        return sys.stdin.buffer
+        return standard_input().buffer
     try:
         return opened.enter_context(open(path, "rb"))
     except OSError as error:

@@ -6,13 +6,13 @@ Owns no state. Refuses torch, numpy and asyncio.
 from __future__ import annotations
 
 import http.client
-import urllib.error
-import urllib.request
+from urllib.parse import urlsplit
 
 from zl.client.errors import ZlClientError
 from zl.client.messages import Timeouts
 from zl.client.sync import Client
 from zl.errors import ZlError
+from zl.tools.fetching import fetch
 from zl.tools.fleet import Instance
 
 PROBE_S = 2.0
@@ -37,15 +37,15 @@ def probe(instance: Instance) -> None:
         raise NotReadyError(f"{instance.name} does not answer a ping: {error}") from error
     if not instance.ready:
         return
+    url = urlsplit(instance.ready)
     try:
-        with urllib.request.urlopen(instance.ready, timeout=PROBE_S) as answer:
-            answer.read()
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise NotReadyError(f"{instance.name} is not ready: {instance.ready} says {error.code}") from error
+        answer = fetch(url.hostname or "", url.port or 80, (url.path or "/") + (url.query and "?" + url.query), PROBE_S)
+    except TimeoutError as error:
+        raise NotReadyError(f"{instance.name}: no answer from {instance.ready} within {PROBE_S:g} s") from error
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise NotReadyError(f"{instance.name}: no answer from {instance.ready} ({reason})") from error
+        raise NotReadyError(f"{instance.name}: no answer from {instance.ready} ({error})") from error
+    if not 200 <= answer.status < 300:
+        raise NotReadyError(f"{instance.name} is not ready: {instance.ready} says {answer.status}")
 
 
 def canary(instance: Instance, auth_token: str) -> str:

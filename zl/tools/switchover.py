@@ -10,6 +10,7 @@ State: of one procedure, when it began. Refuses torch, numpy and asyncio.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from zl.errors import ZlError
 from zl.tools import probing
 from zl.tools.fleet import Fleet, Instance
 from zl.tools.haproxy import Runtime
+from zl.tools.interruption import Interrupted, Interruption
 
 POLL_S = 0.25
 FAILURES = 2
@@ -26,16 +28,24 @@ FAILURES = 2
 
 
 class SwitchError(ZlError):
-    """The procedure failed; the text says why and what serves now."""
+    """The procedure failed, or a signal ended it; the text says why and what serves now."""
+
+    def __init__(self, text: str, status: int = ZlError.exit_status):
+        super().__init__(text)
+        self.exit_status = status
 
 
 class Procedure:
     """One run of `zl switch`.
 
-    say   is told each step, one line
+    say           is told each step, one line; it must raise nothing: telling is not to stop the doing
+    interruption  raises Interrupted where a signal is to end the procedure
     """
 
-    def __init__(self, fleet: Fleet, say: Callable[[str], None], auth_token: str = ""):
+    def __init__(
+        self, fleet: Fleet, say: Callable[[str], None], auth_token: str = "", interruption: Interruption | None = None
+    ):
+        self._interruption = interruption or Interruption()
         self._fleet = fleet
         self._auth_token = auth_token
         self._begun = time.monotonic()
@@ -55,19 +65,22 @@ class Procedure:
             self._bring_up(new, started)
             self._move_to(new)
             self._stay_well(new)
-        except BaseException as error:  # Ctrl-C too: nothing has been taken from the old ones yet
+        except BaseException as error:  # a signal too: nothing has been taken from the old ones yet
+            self._interruption.hold()
             self._undo(new, old, started)
-            if not isinstance(error, ZlError):
+            if not isinstance(error, ZlError | Interrupted):
                 raise
             serving = ", ".join(each.name for each in old) or "nothing"
-            raise SwitchError(f"rolled back, {serving} serves: {error}") from error
-        for each in old:
-            try:
-                ill = self._stop(each, [new])
-            except SwitchError as error:
-                raise SwitchError(self._not_stopped(each, new, error)) from error
-            self._retire(each, new, ill)
-        self._enable(new)
+            status = error.status if isinstance(error, Interrupted) else SwitchError.exit_status
+            raise SwitchError(f"rolled back, {serving} serves: {error}", status) from error
+        left = list(old)
+        try:
+            while left:
+                self._retire(left[0], new)
+                del left[0]
+            self._enable(new)
+        except Interrupted as error:
+            raise self._broken_off(error, new, left) from error
         self._say(f"{new.name} serves" + (f"; {', '.join(each.name for each in old)} stopped" if old else ""))
 
     def roll(self) -> None:
@@ -79,27 +92,38 @@ class Procedure:
         if len(serving) < 2:
             names = ", ".join(each.name for each in serving) or "none"
             raise SwitchError(f"a rolling restart needs two instances that serve, not {names}; use zl switch NAME")
-        for each in serving:
+        for n, each in enumerate(serving):
             rest = [other for other in serving if other is not each]
-            if not any(probing.answers(other) for other in rest):
-                raise SwitchError(f"{each.name} was not restarted: no other instance answers")
-            self._set_state(each, "drain")
+            ended = False
             try:
-                self._stop(each, rest)
-            except SwitchError as error:
-                if probing.answers(each):
-                    self._set_state(each, "ready")
-                raise SwitchError(f"{each.name} was not restarted, {self._who_serves()}: {error}") from error
-            try:
-                self._bring_up(each, True)
-            except ZlError as error:
-                raise SwitchError(f"{each.name} did not come back, the others serve: {error}") from error
-            self._set_state(each, "ready")
-            self._await_proxies(each)
-            self._stay_well(each)
+                self._take_down(each, rest)
+                ended = True
+                self._take_up(each)
+            except Interrupted as error:
+                raise self._roll_broken_off(error, serving, n, ended) from error
         self._say(f"restarted {', '.join(each.name for each in serving)}")
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _take_down(self, each: Instance, rest: Sequence[Instance]) -> None:
+        if not any(probing.answers(other) for other in rest):
+            raise SwitchError(f"{each.name} was not restarted: no other instance answers")
+        self._set_state(each, "drain")
+        try:
+            self._stop(each, rest)
+        except SwitchError as error:
+            if probing.answers(each):
+                self._set_state(each, "ready")
+            raise SwitchError(f"{each.name} was not restarted, {self._who_serves()}: {error}") from error
+
+    def _take_up(self, each: Instance) -> None:
+        try:
+            self._bring_up(each, True)
+        except ZlError as error:
+            raise SwitchError(f"{each.name} did not come back, the others serve: {error}") from error
+        self._set_state(each, "ready")
+        self._await_proxies(each)
+        self._stay_well(each)
 
     def _bring_up(self, new: Instance, started: bool) -> None:
         if started:
@@ -135,8 +159,12 @@ class Procedure:
                 raise SwitchError(ill)
             time.sleep(POLL_S)
 
-    def _retire(self, old: Instance, new: Instance, ill: str) -> None:
-        """Take leave of the old, which has ended; should the new one have fallen ill meanwhile, bring the old back."""
+    def _retire(self, old: Instance, new: Instance) -> None:
+        """Drain and stop the old; should the new one fall ill meanwhile, bring the old back."""
+        try:
+            ill = self._stop(old, [new])
+        except SwitchError as error:
+            raise SwitchError(self._not_stopped(old, new, error)) from error
         if not ill:
             self._set_state(old, "maint")
             return
@@ -155,16 +183,21 @@ class Procedure:
             process = subprocess.Popen(old.stop_command, stdin=subprocess.DEVNULL)
         except OSError as error:
             raise SwitchError(f"{' '.join(old.stop_command)} cannot be run: {error.strerror}") from None
-        with process as stopping:
-            while stopping.poll() is None:
+        try:
+            while process.poll() is None:
                 if time.monotonic() - begun > self._fleet.drain_s:
-                    stopping.kill()
+                    process.kill()
+                    process.wait()
                     raise SwitchError(f"{old.name} did not stop within {self._fleet.drain_s:g} s; it may still run")
                 ill = ill or watch.look()
                 time.sleep(POLL_S / 5)
+        except Interrupted:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)  # Ctrl-C has reached it too; else it goes on, and stops the old one without us
+            raise
         command = " ".join(old.stop_command)
-        if stopping.returncode:
-            raise SwitchError(f"{command} ended with status {stopping.returncode}")
+        if process.returncode:
+            raise SwitchError(f"{command} ended with status {process.returncode}")
         if not ill and probing.answers(old):  # such as a command that sends its signal to the wrong process
             raise SwitchError(f"{command} has returned, but {old.name} still serves at {old.address}")
         self._say(f"{old.name} has ended, {time.monotonic() - begun:.1f} s after it was told to")
@@ -178,10 +211,46 @@ class Procedure:
         if started:
             steps.append(partial(_run, new.stop_command, self._fleet.drain_s))
         for step in steps:  # each for itself: what can be taken back is
-            try:
-                step()
-            except ZlError as error:
-                self._say(f"rolling back, a step failed: {error}")
+            n_held = self._interruption.n_held
+            failed = _failure(step)
+            if failed and self._interruption.n_held > n_held:
+                failed = _failure(step)  # an impatient Ctrl-C has ended its command; we have not heard it
+            if failed:
+                self._say(f"rolling back, a step failed: {failed}")
+
+    def _broken_off(self, error: Interrupted, new: Instance, left: Sequence[Instance]) -> SwitchError:
+        """Make the exception for a signal after traffic has gone to the new one; `left` were still to be retired."""
+        self._interruption.hold()
+        well = probing.answers(new)
+        states = [f"{new.name} serves" if well else f"{new.name} does not answer"]
+        for each in left:
+            states.append(f"{each.name} still answers" if probing.answers(each)
+                          else f"{each.name} takes no requests, and may still be at its last answers")  # fmt: skip
+        remedy = f"zl switch {new.name} once more does what is left" if well or not left else (
+            f"zl switch {left[0].name} has {left[0].name} serve again")  # fmt: skip
+        return SwitchError(f"{error}: {', '.join(states)}; {remedy}", error.status)
+
+    def _roll_broken_off(
+        self, error: Interrupted, serving: Sequence[Instance], n: int, ended: bool
+    ) -> SwitchError:  # fmt: skip
+        """Make the exception for a signal while the n-th of those that serve was restarted; `ended`: it was down."""
+        self._interruption.hold()
+        each, rest = serving[n], [other.name for other in serving[n + 1 :]]
+        up = [other.name for other in serving if probing.answers(other)]
+        proxied = self._fleet.traffic == "haproxy"
+        todo: list[str] = []
+        if each.name not in up:
+            ready = f", and set {each.server} ready in HAProxy" if proxied else ""
+            todo.append(f"start {each.name} when it has ended, with {' '.join(each.start_command)}{ready}")
+        elif failed := _failure(partial(self._set_state, each, "ready")):
+            todo.append(f"set {each.server} ready in HAProxy ({failed})")
+        if each.name in up and not ended:
+            rest.insert(0, each.name)  # it may have been told to stop, and be about to
+        if rest:
+            todo.append(f"restart {', '.join(rest)}")
+        said = f"{', '.join(up) or 'nothing'} {'serve' if len(up) > 1 else 'serves'}"
+        text = f"{error} while {each.name} was being restarted: {said}; left to do: {'; '.join(todo) or 'nothing'}"
+        return SwitchError(text, error.status)
 
     def _command(self, instance: Instance) -> None:
         if self._fleet.traffic == "command":
@@ -251,6 +320,15 @@ class _Watch:
                     return str(error)
         self._next = time.monotonic() + POLL_S
         return ""
+
+
+def _failure(step: Callable[[], None]) -> str:
+    """Take a step; say how it failed, or nothing."""
+    try:
+        step()
+    except ZlError as error:
+        return str(error)
+    return ""
 
 
 def _run(command: Sequence[str], seconds: float) -> None:

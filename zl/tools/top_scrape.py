@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from zl.address import TcpAddress
 from zl.errors import ZlError
+from zl.tools.fetching import fetch
 
 Labels = dict[str, str]
 Buckets = list[tuple[float, float]]
@@ -74,16 +75,13 @@ def read_page(text: str, at: float) -> Scrape:
 
 
 def scrape(address: TcpAddress, timeout_s: float = 2.0) -> Scrape:
-    """Fetch and read a server's page; no proxy is asked.
+    """Fetch and read a server's page within `timeout_s`, however slowly it comes; no proxy is asked.
 
     Raises  ScrapeError: address, reason, remedy
     """
     where = str(address).removeprefix("tcp:")
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
     try:
-        connection.request("GET", "/metrics", headers={"Accept": "text/plain; version=0.0.4"})
-        answer = connection.getresponse()
-        body = answer.read()
+        answer = fetch(address.host, address.port, "/metrics", timeout_s, "text/plain; version=0.0.4")
     except TimeoutError:
         raise ScrapeError(f"no metrics from {where} within {timeout_s:g} s: the server is stuck or far away") from None
     except OSError as error:
@@ -94,12 +92,10 @@ def scrape(address: TcpAddress, timeout_s: float = 2.0) -> Scrape:
     except http.client.HTTPException as error:
         raise ScrapeError(f"{where} does not speak HTTP: --metrics wants the metrics port (9433), not the port of the "
                           f"frames; it said {type(error).__name__}") from error  # fmt: skip
-    finally:
-        connection.close()
     if answer.status != 200:
         raise ScrapeError(f"{where} answers /metrics with {answer.status} {answer.reason}: is that a zl server?")
     try:
-        page = read_page(body.decode(), time.monotonic())
+        page = read_page(answer.body.decode(), time.monotonic())
     except ValueError as error:
         raise ScrapeError(f"{where} answers /metrics with something that is no metrics page: {error}") from error
     if not any(name.startswith("zl_") for name in page.samples):
