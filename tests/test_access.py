@@ -15,8 +15,8 @@ from zl.gpu.arena import Arena
 from zl.gpu.pinned import EOS, LENGTH
 from zl.measures import PARTS
 from zl.net import codec
+from zl.net.connections import Net
 from zl.net.frames import frame
-from zl.net.protocol import Net
 
 SECRET = b"my secret question"
 USAGE = ("prompt_tokens", "completion_tokens", "constant_tokens", "truncated", "queue_us", "prefill_us", "decode_us",

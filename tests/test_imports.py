@@ -54,6 +54,7 @@ NEVER: dict[str, set[str]] = {
     "zl.net.hangup": {"torch", "zl.text", "zl.dispatch"},
     "zl.net.peer": {"asyncio", "torch", "zl.text", "zl.dispatch"},
     "zl.net.protocol": {"torch", "zl.text", "zl.dispatch"},
+    "zl.net.connections": {"torch", "zl.text", "zl.dispatch"},
     "zl.net.tls": {"torch", "asyncio", "zl.gpu", "zl.dispatch"},
     "zl.net.listen": {"zl.gpu", "zl.dispatch", "torch"},
     "zl.text": {"asyncio", "torch", "zl.net"},

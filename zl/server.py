@@ -43,10 +43,11 @@ from zl.metrics.http import MetricsServer, check_address
 from zl.metrics.nvml import Nvml, open_nvml
 from zl.metrics.sources import Parts, sources
 from zl.net import codec
+from zl.net.connections import Net
 from zl.net.host import Limits as NetLimits
 from zl.net.listen import Bound, Listeners, listen
 from zl.net.native.library import code_if_possible
-from zl.net.protocol import LAST_CALL_S, TOLD_S, Net
+from zl.net.protocol import LAST_CALL_S, TOLD_S
 from zl.ops import descriptors
 from zl.ops.logs import event
 from zl.ops.notify import Notifier

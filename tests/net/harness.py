@@ -21,10 +21,10 @@ from zl.errors import Code, Finish, RequestError
 from zl.gpu.arena import Arena
 from zl.net import codec, rules
 from zl.net.codec import Request, Response, ServerInfo, Usage
+from zl.net.connections import Net
 from zl.net.frames import PING, FrameDecoder, FrameEvent, Payload, Ping
 from zl.net.host import Limits
 from zl.net.listen import bind_all, listen
-from zl.net.protocol import Net
 
 VOCAB = 49_152
 LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}

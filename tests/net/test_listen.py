@@ -16,8 +16,8 @@ from tests.net.harness import App, Peer, run, serving
 from zl.address import TcpAddress, UnixAddress, parse_address
 from zl.errors import ConfigError, ZlError
 from zl.gpu.arena import Arena
+from zl.net.connections import Net
 from zl.net.listen import BACKLOG, Bound, bind, bind_all, listen, systemd_sockets, unbind
-from zl.net.protocol import Net
 
 both_loops = pytest.mark.parametrize("kind", ["uvloop", "asyncio"])
 

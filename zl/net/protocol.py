@@ -10,30 +10,20 @@ copying path. A view that is lent is never empty (it would kill the connection):
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import socket
 from time import perf_counter_ns
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from zl.errors import Code, FrameError, RequestError
 from zl.net import codec
 from zl.net.frames import PING, cut_short, payload_length
-from zl.net.hangup import HangupWatch
-from zl.net.host import Application, Berth, Berths, Limits, NetCounters
+from zl.net.host import Berth
 from zl.net.peer import peer_of
 from zl.net.session import Action, Cancel, Close, Info, Pong, Send, Session, Submit
 from zl.shapes import HEADER_BYTES
 
-log = logging.getLogger("zl")
-
-SCRATCH_BYTES = 65_536
-
-SPARE_FILES = 8
-"""A connection whose descriptor is so close to the limit of open files is one of the last that can be had."""
-
-WARNING_S = 60.0
-"""Longest silence of the log about that."""
+if TYPE_CHECKING:
+    from zl.net.connections import Net
 
 LAST_CALL_S = 1.0
 """How long a peer that has connected or got an answer is taken to be about to ask."""
@@ -44,87 +34,6 @@ TOLD_S = 0.25
 # Why reading is paused; it resumes when no reason is left.
 _NO_BERTH = 1
 _PEER_NOT_READING = 2
-
-
-class Net:
-    """What all connections of one server share; made by the composition root, which calls `close` at the end.
-
-    max_files  how many descriptors this process may have
-    """
-
-    def __init__(
-        self,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        app: Application,
-        arena: Berths,
-        limits: Limits | None = None,
-        counters: NetCounters | None = None,
-        auth_token: bytes | None = None,
-        decode: codec.Decoder | None = None,
-        max_files: int = 1 << 31,
-    ):
-        self.loop = loop
-        self.app = app
-        self.arena = arena
-        self.limits = limits or Limits()
-        self.counters = counters or NetCounters()
-        self.auth_token = auth_token
-        self.decode = decode
-        self._max_files = max_files
-        self._warned_at = -math.inf  # loop time of the last warning that they run out
-        self.connections: set[Connection] = set()
-        self.hangups = HangupWatch(loop)
-        self._accepted_at = -math.inf  # loop time of the last one
-        self._n_shaking_hands = 0  # accepted and not connected yet; those that failed at it stay counted
-        # Where bytes land that nobody will read: all connections may scribble on it at once.
-        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-
-    def connection(self) -> Connection:
-        """Make the protocol of a new connection: the factory that a listener calls."""
-        self._accepted_at = self.loop.time()
-        self._n_shaking_hands += 1
-        return Connection(self)
-
-    def connected(self, conn: Connection) -> None:
-        """Take a connection over which frames may come."""
-        self._n_shaking_hands -= 1
-        self.connections.add(conn)
-        if conn.fd >= self._max_files - SPARE_FILES:  # the kernel gives the lowest free number
-            self._warn_of_files()
-
-    def _warn_of_files(self) -> None:
-        # Beyond the limit uvloop takes connections and resets them, without a word to anybody.
-        now = self.loop.time()
-        if now < self._warned_at + WARNING_S:
-            return
-        self._warned_at = now
-        log.warning("%d connections, close to the limit of %d open files: those beyond it will be reset; raise "
-                    "LimitNOFILE= in the unit, or ulimit -Hn where zl is started by hand",
-                    len(self.connections), self._max_files)  # fmt: skip
-
-    @property
-    def expecting(self) -> bool:
-        """Say whether a peer may be about to ask, not knowing of a drain: it is to hear that no answer comes."""
-        now = self.loop.time()
-        if self._n_shaking_hands and self._accepted_at > now - LAST_CALL_S:
-            return True
-        return any(conn.is_about_to_ask(now) for conn in self.connections)
-
-    @property
-    def telling(self) -> bool:
-        """Say whether a peer of an ended conversation may not have taken the last words yet."""
-        since = self.loop.time() - LAST_CALL_S
-        return any(conn.is_telling(since) for conn in self.connections)
-
-    def close_connections(self) -> None:
-        """End every conversation after what has been queued for it, cancelling what is still in flight."""
-        for conn in list(self.connections):
-            conn.close()
-
-    def close(self) -> None:
-        """Give up the watch; after every connection is gone."""
-        self.hangups.close()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -202,10 +111,10 @@ class Connection(asyncio.BufferedProtocol):
             return True
         return now - max(self._served_at, self._begun_at) < (TOLD_S if self._turned_away else LAST_CALL_S)
 
-    def is_telling(self, since: float) -> bool:
-        """Say whether bytes wait to be sent, or the last answer was `since` then: the peer may still be reading it."""
+    def is_telling(self, now: float) -> bool:
+        """Say whether bytes wait to be sent, or the last answer is so new that the peer may still be reading it."""
         transport = self._transport
-        return transport is not None and (self._served_at > since or transport.get_write_buffer_size() > 0)
+        return transport is not None and (now - self._served_at < LAST_CALL_S or transport.get_write_buffer_size() > 0)
 
     # -- called by asyncio -------------------------------------------------------------------------------------------
 
