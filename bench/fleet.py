@@ -171,8 +171,10 @@ class HAProxy:
         def up() -> bool:
             if self._process.poll() is not None:
                 raise RuntimeError(f"haproxy ended: {self.log.read_text()}")
-            with socket.socket() as sock:
-                return sock.connect_ex(("127.0.0.1", self.port)) == 0
+            # It opens one after the other, and the runtime socket gets its name last: this asks for both.
+            with socket.socket() as sock, socket.socket(socket.AF_UNIX) as runtime:
+                path = self.runtime.removeprefix("unix:")
+                return not sock.connect_ex(("127.0.0.1", self.port)) and not runtime.connect_ex(path)
 
         until(up, "haproxy accepts", 20)
 
