@@ -100,7 +100,7 @@ def run(settings: Settings, model: Path, notifier: Notifier, read: Callable[[], 
         def hung_up() -> None:
             if signals.terminal_is_lost():
                 log.info("the terminal is gone")
-                server.stop()
+                server.stop(hurry=False)  # a shell and the kernel may both say so
                 return
             serving = server.health.phase is Phase.READY
             if serving:

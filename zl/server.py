@@ -199,10 +199,10 @@ class Server:
         await self._drain()
         return 1 if self._failure is not None else 0
 
-    def stop(self) -> None:
-        """Ask for the end: the first time drains, the second time ends at once."""
+    def stop(self, hurry: bool = True) -> None:
+        """Ask for the end: the first time drains, the second time ends at once, unless it is said without `hurry`."""
         if self._stop.is_set():
-            self._hurry = True
+            self._hurry = self._hurry or hurry
             return
         event(log, logging.INFO, "draining", in_flight=self.service.in_flight, deadline_s=self._drain_s,
               second_signal="ends at once")  # fmt: skip
@@ -232,8 +232,8 @@ class Server:
         if self.listeners is not None:
             self.listeners.close()
         self.net.close_connections()
-        deadline = self._loop.time() + (TOLD_S if self._hurry else FLUSH_S)
-        while self.net.telling and self._loop.time() < deadline:
+        begun = self._loop.time()
+        while self.net.telling and self._loop.time() < begun + (TOLD_S if self._hurry else FLUSH_S):
             await asyncio.sleep(0.005)
         for each in (self._access, self._audit):  # every request has ended: nothing is put any more
             if each is not None:
@@ -300,8 +300,9 @@ class Server:
             self.health.phase = Phase.DRAINING
         deadline = self._loop.time() + self._drain_s
         if self.listeners is not None:
-            await self.listeners.finish(LAST_CALL_S)
-        while self.service.in_flight and not self._hurry and self._loop.time() < deadline:
+            await self.listeners.finish(LAST_CALL_S, lambda: self._hurry)
+        # An answer that is whole has still to reach a peer that reads slowly.
+        while (self.service.in_flight or self.net.sending) and not self._hurry and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
         if self.service.in_flight:
             log.warning("ending %d requests that did not finish", self.service.in_flight)

@@ -79,6 +79,23 @@ def test_a_client_that_is_closed_while_it_connects_keeps_no_connection(listening
     run(main())
 
 
+def test_a_client_that_was_closed_does_not_connect_again(listening):
+    async def main():
+        client = AsyncClient(address_of(listening))
+        await client.connect()
+        await client.close()
+        for again in (client, AsyncClient(address_of(listening))):
+            await again.close()
+            with pytest.raises(ConnectionFailed, match="client was closed"):
+                await again.connect()
+        with accepted(listening):
+            listening.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                listening.accept()  # nobody else knocked
+
+    run(main())
+
+
 def test_closing_does_not_wait_for_a_server_that_does_not_read(listening):
     async def main():
         client = await AsyncClient(address_of(listening))

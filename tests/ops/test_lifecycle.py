@@ -338,3 +338,44 @@ def test_losing_the_terminal_ends_a_server_that_has_one_unless_nohup_says_no(ser
         with Client(address) as client:
             client.ask("Hi", max_tokens=1)
     assert server.close() == 0
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_losing_the_terminal_does_not_hurry_a_stop(service, tmp_path, small, first):
+    controller, terminal = os.openpty()
+    address = f"unix:{tmp_path / 's'}"
+    become = WITH_TERMINAL.replace('"-m", "zl"', repr(SLOWED))
+    command = [sys.executable, "-c", become, str(terminal), "plain", *small, "--listen", address]
+    server = service(tmp_path / "run", instead=command, pass_fds=(terminal,), STEP_S="0.004").ready()
+    os.close(terminal)
+    running = Asker(address)
+    assert running.first.wait(20)
+    if first == signal.SIGTERM:
+        server.manager.wait_for("STOPPING", since=server.send(first))
+    os.close(controller)
+    server.wait_log("the terminal is gone")
+    server.send(signal.SIGHUP)  # of a shell, which tells its children too
+    running.join(30)
+    assert (running.finished, running.n_tokens, running.failure) == (True, 400, None)
+    assert server.close() == 0
+
+
+def test_an_answer_that_is_whole_reaches_a_peer_that_reads_late(started, tmp_path):
+    server, address = started()
+    server.ready()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address.removeprefix("unix:"))
+        n = 60
+        for i in range(n):
+            sock.sendall(encode_request(request_id=i + 1, messages=["Hi"], max_tokens=200, ignore_eos=True))
+        time.sleep(1.0)
+        at = server.send(signal.SIGTERM)
+        server.manager.wait_for("STOPPING", since=at)
+        time.sleep(max(0.0, at + 4.0 - time.monotonic()))  # more than closing connections are waited for
+        decoder, ended = FrameDecoder(), 0
+        while ended < n:
+            data = sock.recv(65_536)
+            assert data, f"{ended} of {n} answers"
+            for event in decoder.feed(data):
+                ended += decode_response(event.data).is_finished
+    assert server.close() == 0

@@ -57,6 +57,8 @@ class AsyncClient:
 
     async def connect(self) -> Self:
         """Connect and, where there is a token, say hello with it."""
+        if self._left:
+            raise ConnectionFailed("this client was closed")
         if self._task is not None:
             return self
         loop = asyncio.get_running_loop()

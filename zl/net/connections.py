@@ -91,6 +91,11 @@ class Net:
         return any(conn.is_about_to_ask(now) for conn in self.connections)
 
     @property
+    def sending(self) -> bool:
+        """Say whether bytes wait for a peer that has not read what was sent before."""
+        return any(conn.is_sending for conn in self.connections)
+
+    @property
     def telling(self) -> bool:
         """Say whether a peer of an ended conversation may not have taken the last words yet."""
         now = self.loop.time()

@@ -132,8 +132,11 @@ class Listeners:
             for bound in self._bounds
         ]
 
-    async def finish(self, seconds: float) -> None:
-        """Accept those whom the kernel has connected already, `seconds` at most, and no more: else it would reset them.
+    async def finish(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Accept those whom the kernel has connected already, and no more: else it would reset them.
+
+        seconds  at most
+        hurry    says whether to come to the end at once
 
         Who waits at a socket that others hold stays there, for the next server.
         """
@@ -146,7 +149,7 @@ class Listeners:
                 _remove_file(bound)  # nobody new finds it
                 poll.register(bound.sock, select.POLLIN)
         until = loop.time() + seconds
-        while poll.poll(0) and loop.time() < until:
+        while poll.poll(0) and loop.time() < until and not hurry():
             await asyncio.sleep(0)  # a turn of the loop may accept no more than one
         await asyncio.sleep(0.005)  # and what it has accepted becomes a connection some turns later
         self.close()

@@ -111,10 +111,14 @@ class Connection(asyncio.BufferedProtocol):
             return True
         return now - max(self._served_at, self._begun_at) < (TOLD_S if self._turned_away else LAST_CALL_S)
 
+    @property
+    def is_sending(self) -> bool:
+        """Say whether bytes wait for the peer to read those before."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+
     def is_telling(self, now: float) -> bool:
         """Say whether bytes wait to be sent, or the last answer is so new that the peer may still be reading it."""
-        transport = self._transport
-        return transport is not None and (now - self._served_at < LAST_CALL_S or transport.get_write_buffer_size() > 0)
+        return self.is_sending or (self._transport is not None and now - self._served_at < LAST_CALL_S)
 
     # -- called by asyncio -------------------------------------------------------------------------------------------
 
