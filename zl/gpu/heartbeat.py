@@ -137,7 +137,7 @@ class Patrol:
 
     @staticmethod
     def _sum(part: np.ndarray) -> int:
-        return int(np.add.reduce(part))
+        return int(part.sum(dtype=np.uint64))
 
     def visit(self) -> bool:
         """Sum the next slice; False where it changed."""
