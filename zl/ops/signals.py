@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-STOPS = (signal.SIGTERM, signal.SIGINT)
+STOPS = (signal.SIGINT, signal.SIGTERM)
 ALL = (*STOPS, signal.SIGHUP)
 
 Soon = Callable[[Callable[[], None]], object]
@@ -44,12 +44,12 @@ class Signals:
 
     def install(self) -> None:
         """Take TERM, INT and HUP from now on; on the main thread."""
-        for number in STOPS:
-            self._before[number] = signal.signal(number, self._arrived)
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        self.hangup_stops = not ignored and has_terminal()
         # One that is ignored stays so until there is something to reload, for the compiler that is started as well.
         self._before[signal.SIGHUP] = signal.SIG_IGN if ignored else signal.signal(signal.SIGHUP, self._arrived)
+        self.hangup_stops = not ignored and has_terminal()
+        for number in STOPS:  # TERM last: who sees that it is caught knows that all are
+            self._before[number] = signal.signal(number, self._arrived)
 
     def restore(self) -> None:
         """Give the handlers back that were there before, after a failed start; what was to end stays deaf."""
