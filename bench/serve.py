@@ -13,7 +13,6 @@ import dataclasses
 import datetime
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from bench.drivers.base import ROOT
 from bench.procs import Server, free_port
 from bench.scenarios import POISSON_SHARE, SCENARIOS, Scenario, Size, capacity
 from bench.stats import alternating
+from zl.ops import descriptors
 from zl.tools.prompts import Prompt
 from zl.tools.traces import summarise
 
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error(f"no scenario is called {strange[0]!r}; there are {', '.join(SCENARIOS)}")
     if not args.gguf.exists():
         p.error(f"{args.gguf} is not there; `make pull` fetches the embedded model, --gguf names another")
-    _raise_file_limit()
+    descriptors.raise_limit()  # idle connections are files, here and in the servers, which inherit it
     args.out.mkdir(parents=True, exist_ok=True)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     logs = CACHE / "bench/logs" / stamp
@@ -305,12 +305,6 @@ def hf_folder(args: argparse.Namespace) -> Path:
             [sys.executable, "-m", "bench.hf_folder", str(args.gguf), str(folder)], cwd=ROOT, check=True
         )
     return folder
-
-
-def _raise_file_limit() -> None:
-    """Idle connections are files, here and in the servers, which inherit the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

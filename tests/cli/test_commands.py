@@ -12,9 +12,10 @@ import pytest
 
 from tests.fake_server import FakeServer
 from zl import __version__
-from zl.cli import COMMANDS
+from zl.cli import build_parser
 from zl.cli.ask import limits_hit
 
+COMMANDS = tuple(build_parser()[1])
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONUNBUFFERED": "1"}
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.fake_server import FakeServer
-from zl.cli import COMMANDS
+from zl.cli import build_parser
 from zl.cli.packages import PACKAGES
 
+COMMANDS = tuple(build_parser()[1])
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HEAVY = sorted(PACKAGES.keys() - {"google"})

@@ -254,13 +254,19 @@ def test_a_row_that_is_not_finite_has_the_program_checked_before_the_next_beat(h
     through(h)
 
 
+def fill_a_constant_page(h):
+    """Have row 0 write page 0, on which others may begin; give its prompt and its first result."""
+    prompt = PROMPT[: PAGE + 4]
+    h.seat(0, prompt, [0, 2])
+    h.run((0, 0, 18, FIRST))
+    h.run((0, 18, PAGE - 18, 0))
+    (wanted,) = h.run((0, PAGE, 4, SAMPLE))
+    return prompt, wanted
+
+
 def test_rows_that_begin_on_constant_pages_of_a_damaged_program_have_them_computed_again(h):
     with exact_dots():
-        prompt = PROMPT[: PAGE + 4]
-        h.seat(0, prompt, [0, 2])
-        h.run((0, 0, 18, FIRST))
-        h.run((0, 18, PAGE - 18, 0))
-        (wanted,) = h.run((0, PAGE, 4, SAMPLE))
+        prompt, wanted = fill_a_constant_page(h)
         named = dict(h.step.device_tensors())
         named["pool"][:, :, 0] += 1.0  # finite and wrong, as a damaged program leaves it
         h.seat(1, prompt, [0, 3])  # page 0 is shared
@@ -279,11 +285,7 @@ def test_rows_that_begin_on_constant_pages_of_a_damaged_program_have_them_comput
 def test_constant_pages_that_are_not_finite_fail_one_row_and_not_the_next(h):
     """The program is sound, so the pages stayed as they were: every row that began on them ended with NUMERIC."""
     with exact_dots():
-        prompt = PROMPT[: PAGE + 4]
-        h.seat(0, prompt, [0, 2])
-        h.run((0, 0, 18, FIRST))
-        h.run((0, 18, PAGE - 18, 0))
-        (wanted,) = h.run((0, PAGE, 4, SAMPLE))
+        prompt, wanted = fill_a_constant_page(h)
         h.guard._suspect[:] = False
         dict(h.step.device_tensors())["pool"][0, 0, 0, 5] = float("nan")
         h.seat(1, prompt, [0, 3])  # page 0 is shared

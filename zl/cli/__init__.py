@@ -13,13 +13,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
-    from types import ModuleType
 
     from zl.ops.signals import Signals
 
-COMMANDS = (
-    "serve", "ask", "chat", "pull", "build", "doctor", "frame", "nc", "dissect", "load", "switch", "hold", "top",
-)  # fmt: skip
 _PRINTING = ("ask", "chat", "doctor", "frame", "nc", "dissect", "load", "top")
 """Commands whose whole work is what they print."""
 _MANY = {"frame": "turns", "nc": "files"}
@@ -36,18 +32,15 @@ Every command explains itself: zl serve --help
 """
 
 
-def _commands() -> Mapping[str, ModuleType]:
-    from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
-
-    modules = (serve, ask, chat, pull, build, doctor, frame, nc, dissect, load, switch, hold, top)
-    return dict(zip(COMMANDS, modules, strict=True))
-
-
 def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Make the parser of the whole command line; also the parsers of the commands, by name."""
+    """Make the parser of the whole command line; also the parsers of the commands, by name.
+
+    What it reads has the `run` of the command.
+    """
     import argparse
 
     from zl import __version__
+    from zl.cli import ask, build, chat, dissect, doctor, frame, hold, load, nc, pull, serve, switch, top
 
     parser = argparse.ArgumentParser(
         prog="zl",
@@ -59,15 +52,16 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     )
     parser.add_argument("--version", action="version", version=f"zl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, module in _commands().items():
+    for module in (serve, ask, chat, pull, build, doctor, frame, nc, dissect, load, switch, hold, top):
         own = commands.add_parser(
-            name,
+            module.__name__.rpartition(".")[2],
             help=module.HELP,
             description=module.DESCRIPTION,
             epilog=module.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # else --auth-token SECRET would read a file of that name
         )
+        own.set_defaults(run=module.run)
         module.add_arguments(own)
     return parser, commands.choices
 
@@ -126,8 +120,8 @@ def _run(argv: Sequence[str] | None, signals: Signals | None) -> int:
         word = (sys.argv[1:] if argv is None else argv)[0]
         if word.startswith("-"):
             parser.error(f"unknown flag {word}: a command comes first, as in zl serve; zl --help lists them")
-        if word not in COMMANDS:
-            print("zl: " + unknown_command(word, COMMANDS), file=sys.stderr)
+        if word not in commands:
+            print("zl: " + unknown_command(word, commands), file=sys.stderr)
             return 2
         parser.error(str(error))
     args.signals = signals
@@ -143,7 +137,7 @@ def _run(argv: Sequence[str] | None, signals: Signals | None) -> int:
             streams.need_output()
         else:
             streams.ignore_output()
-        status: int = _commands()[args.command].run(args)
+        status: int = args.run(args)
     except ZlError as error:
         with suppress(OSError):  # the status says it as well
             print("zl: " + " ".join(str(error).split()), file=sys.stderr)

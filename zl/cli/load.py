@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zl.cli.connecting import ADDRESS, add_ca, add_token, token_of_flag
 from zl.cli.numbers import above_zero, count, seconds
 from zl.errors import ConfigError
+from zl.ops import descriptors
 
 if TYPE_CHECKING:
     from zl.tools.load import Driver
@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
         plan = dataclasses.replace(plan, poisson=True)
     _check(args, plan.prompts)
     # Each connection is a file descriptor, and the usual limit of 1,024 is below what the scenarios open.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
+    descriptors.raise_limit()
     with _target(args) as (address, pid):
         try:
             figures = uvloop.run(_measure(args, plan, address, pid))

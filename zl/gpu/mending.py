@@ -101,7 +101,7 @@ class Mender:
             return
         plan = self._slots[slot]
         for s in range(int(plan.n_segs[0])):
-            row, start, begins = int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
+            row, start, begins = _segment(plan, s)
             if not self._suspect[row]:
                 continue
             self._suspect[row] = False
@@ -136,12 +136,12 @@ class Mender:
             return
         plan, n_lost = self._slots[slot], len(lost)
         for s in lost:
-            row, start, begins = int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
+            row, start, begins = _segment(plan, s)
             self._mend_kv(row, start, begins, engine, alive)
         self._repeat(slot, lost, engine, alive)
         left = self.lost(slot).tolist()
         for s in left if thorough else ():
-            row, start, begins = int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
+            row, start, begins = _segment(plan, s)
             if start and s in left:
                 self._rebuild(row, start, begins, engine, alive)
                 self._repeat(slot, left, engine, alive)
@@ -208,3 +208,8 @@ class Mender:
     def _compute_own(self, engine: Computes, alive: Callable[[], None]) -> None:
         engine.wait(engine.launch(self._own))
         alive()
+
+
+def _segment(plan: StepSlot, s: int) -> tuple[int, int, bool]:
+    """Give a segment's row, the position that it starts at, and whether its row begins with it."""
+    return int(plan.seg_row[s]), int(plan.seg_start[s]), bool(plan.seg_flags[s] & FIRST)
